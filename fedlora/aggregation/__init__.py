@@ -1,0 +1,1 @@
+"""Pure aggregation functions on factors, frames and tangents."""

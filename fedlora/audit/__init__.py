@@ -1,0 +1,1 @@
+"""Attacks, canaries and lower bounds."""

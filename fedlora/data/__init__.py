@@ -1,0 +1,1 @@
+"""Sources, tasks, tokenisation, partitions."""

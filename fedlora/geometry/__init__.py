@@ -1,0 +1,1 @@
+"""Frames, tangent projection, norms, retraction, products, Procrustes."""

@@ -1,0 +1,1 @@
+"""Local private mechanisms: per-record gradients, clip, noise, direction, update."""

@@ -1,0 +1,1 @@
+"""Run report, plots and trackers."""

@@ -1,0 +1,1 @@
+"""RayGrid: Flower's Grid on Ray actors; sweeps."""

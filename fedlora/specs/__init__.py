@@ -1,0 +1,1 @@
+"""PAVE specifications and the dock."""

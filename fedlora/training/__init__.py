@@ -1,0 +1,1 @@
+"""The trainer: Poisson sampling, cohort training, ledger order."""

@@ -1,0 +1,1 @@
+"""Message schema: names, shapes, dtypes, fingerprints and their checks."""

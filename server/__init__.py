@@ -1,0 +1,1 @@
+"""fedlora's Flower server."""
