@@ -1,0 +1,378 @@
+"""The door between the relay and the trainer: one packet in, one packet out, no pickle.
+
+A packet is a JSON header and a few NumPy arrays. In a simulation it is passed in-process; in a
+deployment `encode_packet` turns it into bytes for the Unix socket. The relay (Flower's ClientApp)
+never looks inside: it copies packets between Flower messages and a `PacketPort`.
+
+```
+relay -> PacketPort.exchange(packet) -> ... -> serve_packet(trainer, packet) -> TrainerPort.handle(request)
+```
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fedlora.errors import FedLoraError, PayloadTooLargeError, SchemaVersionError, WireError
+from fedlora.names import WIRE_SCHEMA
+from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
+from fedlora.wire import from_arrays, to_arrays
+
+_MAGIC: Final = b"FLRP"
+_PREFIX: Final = struct.Struct(">4sIQ")
+_DTYPES: Final = frozenset({"float32", "float64", "float16", "uint16", "uint8", "int8", "int32", "int64"})
+DEFAULT_MAX_BYTES: Final = 1_100_000_000
+"""Largest packet that `decode_packet` accepts unless told otherwise, in bytes."""
+
+HELLO: Final = "hello"
+ROUND: Final = "round"
+FAILURE: Final = "failure"
+
+AnyArray = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Packet:
+    """PUBLIC (or already released). A JSON header and its arrays, in order."""
+
+    header: Mapping[str, Any]
+    arrays: Sequence[AnyArray] = ()
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a trainer says about itself; nothing here depends on records.
+
+    Attributes:
+        clients: logical client ids that live at this node.
+        code_hash: hash of the installed library's version, compared by the server.
+        identity: fingerprint of the site's identity key, if it has one.
+        facts: further public facts (library versions, model fingerprint once loaded).
+    """
+
+    clients: Sequence[str]
+    code_hash: str
+    identity: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TrainerPort(Protocol):
+    """What a trainer offers: resident (deployment) or in the same process (simulation)."""
+
+    def hello(self) -> Hello:
+        """Return public facts about this trainer."""
+
+    def handle(self, request: RoundRequest) -> RoundReply:
+        """Train the request's clients; refusals and failures come back per client, by name."""
+
+
+class PacketPort(Protocol):
+    """Anything that answers a packet with a packet."""
+
+    def exchange(self, packet: Packet) -> Packet:
+        """Answer one packet; never raises for a trainer's own errors (they come back as `failure`)."""
+
+
+def error_record(error: BaseException) -> dict[str, Any]:
+    """Describe an error for the wire: class, exit code and message of fedlora's own errors only.
+
+    Messages of foreign exceptions may quote records, so only their class name travels.
+    """
+    if isinstance(error, FedLoraError):
+        return {"error": type(error).__name__, "exit_code": error.exit_code, "message": str(error)}
+    return {
+        "error": type(error).__name__,
+        "exit_code": 1,
+        "message": "internal error; details are in the trainer's own log",
+    }
+
+
+def hello_packet() -> Packet:
+    """Build the request packet that asks for `Hello`."""
+    return Packet({"schema": WIRE_SCHEMA, "op": HELLO})
+
+
+def pack_hello(hello: Hello) -> Packet:
+    """Turn a Hello into its packet."""
+    header = {
+        "schema": WIRE_SCHEMA,
+        "op": HELLO,
+        "clients": list(hello.clients),
+        "code_hash": hello.code_hash,
+        "identity": hello.identity,
+        "facts": dict(hello.facts),
+    }
+    return Packet(header)
+
+
+def unpack_hello(packet: Packet) -> Hello:
+    """Read a Hello from its packet.
+
+    Raises:
+        WireError: if the packet holds something else.
+    """
+    header = _checked_header(packet, HELLO)
+    return Hello(
+        clients=tuple(str(client) for client in header["clients"]),
+        code_hash=str(header["code_hash"]),
+        identity=header.get("identity"),
+        facts=dict(header.get("facts", {})),
+    )
+
+
+def pack_request(request: RoundRequest) -> Packet:
+    """Turn a round request into a packet (the payload's arrays travel beside the header)."""
+    payload_header, arrays = to_arrays(request.payload)
+    header = {
+        "schema": WIRE_SCHEMA,
+        "op": ROUND,
+        "run_id": request.run_id,
+        "round": request.server_round,
+        "config": dict(request.config),
+        "config_hash": request.config_hash,
+        "clients": list(request.clients),
+        "steps": request.steps,
+        "reduce": request.reduce,
+        "payload": payload_header,
+    }
+    return Packet(header, tuple(arrays))
+
+
+def unpack_request(packet: Packet) -> RoundRequest:
+    """Read a round request from its packet.
+
+    Raises:
+        WireError: if fields are missing or of the wrong type.
+    """
+    header = _checked_header(packet, ROUND)
+    try:
+        return RoundRequest(
+            run_id=_typed(header, "run_id", str),
+            server_round=_typed(header, "round", int),
+            config=_typed(header, "config", dict),
+            config_hash=_typed(header, "config_hash", str),
+            payload=from_arrays(header["payload"], list(packet.arrays)),
+            clients=tuple(str(client) for client in _typed(header, "clients", list)),
+            steps=_typed(header, "steps", int),
+            reduce=_typed(header, "reduce", bool),
+        )
+    except KeyError as missing:
+        raise WireError(f"round request: field {missing} is missing; update the server") from None
+
+
+def pack_reply(reply: RoundReply) -> Packet:
+    """Turn a round reply into a packet; each client's arrays are a slice of the packet's arrays."""
+    arrays: list[AnyArray] = []
+    replies = [_pack_client(one, arrays) for one in reply.replies]
+    header: dict[str, Any] = {
+        "schema": WIRE_SCHEMA,
+        "op": ROUND,
+        "run_id": reply.run_id,
+        "round": reply.server_round,
+        "replies": replies,
+        "reduced_clients": list(reply.reduced_clients),
+        "timings": dict(reply.timings),
+        "reduced": None,
+    }
+    if reply.reduced is not None:
+        header["reduced"] = _append(reply.reduced, arrays)
+    return Packet(header, tuple(arrays))
+
+
+def unpack_reply(packet: Packet) -> RoundReply:
+    """Read a round reply from its packet.
+
+    Raises:
+        WireError: if fields are missing, or slices lie outside the packet's arrays.
+        FedLoraError: never re-raised from the trainer; a `failure` packet becomes a WireError here.
+    """
+    if packet.header.get("op") == FAILURE:
+        raise WireError(f"the node failed: {packet.header.get('message', 'no message')}")
+    header = _checked_header(packet, ROUND)
+    try:
+        reduced = header["reduced"]
+        return RoundReply(
+            run_id=_typed(header, "run_id", str),
+            server_round=_typed(header, "round", int),
+            replies=tuple(_unpack_client(one, packet.arrays) for one in _typed(header, "replies", list)),
+            reduced=None if reduced is None else _cut(reduced, packet.arrays),
+            reduced_clients=tuple(str(one) for one in header["reduced_clients"]),
+            timings={str(key): float(value) for key, value in header["timings"].items()},
+        )
+    except (KeyError, AttributeError, TypeError) as problem:
+        raise WireError(f"round reply: malformed ({type(problem).__name__}); update the node") from None
+
+
+def failure_packet(error: BaseException) -> Packet:
+    """Build the packet that says that the whole request failed."""
+    return Packet({"schema": WIRE_SCHEMA, "op": FAILURE, **error_record(error)})
+
+
+def serve_packet(trainer: TrainerPort, packet: Packet) -> Packet:
+    """Answer one packet with a trainer; every error becomes a `failure` packet."""
+    try:
+        if packet.header.get("op") == HELLO:
+            return pack_hello(trainer.hello())
+        return pack_reply(trainer.handle(unpack_request(packet)))
+    except Exception as error:  # the relay must always get an answer
+        return failure_packet(error)
+
+
+@dataclass(frozen=True)
+class LocalPort:
+    """A trainer in the same process, as a packet port."""
+
+    trainer: TrainerPort
+
+    def exchange(self, packet: Packet) -> Packet:
+        """Answer a packet with the trainer."""
+        return serve_packet(self.trainer, packet)
+
+
+def encode_packet(packet: Packet) -> bytes:
+    """Encode a packet as bytes: magic, header length, total length, JSON header, raw arrays."""
+    chunks: list[bytes] = []
+    specs: list[dict[str, Any]] = []
+    for array in packet.arrays:
+        if array.dtype.name not in _DTYPES:
+            raise WireError(f"packet: dtype {array.dtype.name} does not travel; allowed: {sorted(_DTYPES)}")
+        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        chunks.append(little.tobytes())
+        specs.append({"dtype": array.dtype.name, "shape": list(array.shape)})
+    text = json.dumps({"header": dict(packet.header), "arrays": specs}, allow_nan=False).encode()
+    body = b"".join(chunks)
+    return b"".join([_PREFIX.pack(_MAGIC, len(text), len(body)), text, body])
+
+
+PREFIX_BYTES: Final = _PREFIX.size
+"""Length of the fixed prefix that starts every encoded packet."""
+
+
+def packet_length(prefix: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> int:
+    """Return how many bytes follow the prefix (for readers of a stream).
+
+    Raises:
+        WireError: if the prefix is not fedlora's.
+        PayloadTooLargeError: if the packet is larger than `max_bytes`.
+    """
+    if len(prefix) != _PREFIX.size:
+        raise WireError(f"packet: prefix of {len(prefix)} bytes; {_PREFIX.size} needed")
+    magic, header_bytes, body_bytes = _PREFIX.unpack(prefix)
+    if magic != _MAGIC:
+        raise WireError("packet: not a fedlora packet (wrong first bytes)")
+    total = int(header_bytes) + int(body_bytes)
+    if total > max_bytes:
+        raise PayloadTooLargeError(f"packet: {total} bytes; limit {max_bytes}; raise max_payload_bytes")
+    return total
+
+
+def decode_packet(data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Packet:
+    """Decode a packet; every length is checked before anything is read.
+
+    Raises:
+        WireError: if the bytes are cut short, too long or malformed.
+        PayloadTooLargeError: if they are more than `max_bytes`.
+    """
+    total = packet_length(data[: _PREFIX.size], max_bytes)
+    if len(data) != _PREFIX.size + total:
+        raise WireError(f"packet: {len(data) - _PREFIX.size} bytes after the prefix; {total} announced")
+    _, header_bytes, _ = _PREFIX.unpack(data[: _PREFIX.size])
+    try:
+        record = json.loads(data[_PREFIX.size : _PREFIX.size + header_bytes])
+        header, specs = dict(record["header"]), list(record["arrays"])
+        arrays = _read_arrays(specs, memoryview(data)[_PREFIX.size + header_bytes :])
+    except (ValueError, KeyError, TypeError) as problem:
+        raise WireError(f"packet: malformed header ({type(problem).__name__})") from None
+    return Packet(header, arrays)
+
+
+def _read_arrays(specs: Sequence[Any], body: memoryview) -> tuple[AnyArray, ...]:
+    arrays, offset = [], 0
+    for spec in specs:
+        shape = tuple(int(size) for size in spec["shape"])
+        if spec["dtype"] not in _DTYPES or any(size < 0 for size in shape):
+            raise ValueError("array spec")
+        dtype = np.dtype(spec["dtype"]).newbyteorder("<")
+        count = math.prod(shape)
+        end = offset + count * dtype.itemsize
+        if end > len(body):
+            raise ValueError("array outside the packet")
+        arrays.append(np.frombuffer(body[offset:end], dtype=dtype).reshape(shape))
+        offset = end
+    if offset != len(body):
+        raise ValueError("trailing bytes")
+    return tuple(arrays)
+
+
+def _checked_header(packet: Packet, op: str) -> Mapping[str, Any]:
+    header = packet.header
+    if header.get("schema") != WIRE_SCHEMA:
+        raise SchemaVersionError(
+            f"wire schema: got {header.get('schema')!r}, this side speaks {WIRE_SCHEMA}; update the older side"
+        )
+    if header.get("op") == FAILURE:
+        raise WireError(f"the node failed: {header.get('message', 'no message')}")
+    if header.get("op") != op:
+        raise WireError(f"packet: op {header.get('op')!r}; expected {op!r}")
+    return header
+
+
+def _typed(header: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = header[key]
+    if type(value) is not kind:
+        raise WireError(f"packet: field {key!r} is {type(value).__name__}; expected {kind.__name__}")
+    return value
+
+
+def _append(payload: Any, arrays: list[AnyArray]) -> dict[str, Any]:
+    header, own = to_arrays(payload)
+    arrays.extend(own)
+    return {"header": header, "first": len(arrays) - len(own), "count": len(own)}
+
+
+def _cut(where: Mapping[str, Any], arrays: Sequence[AnyArray]) -> Any:
+    first, count = int(where["first"]), int(where["count"])
+    if first < 0 or count < 0 or first + count > len(arrays):
+        raise WireError(f"round reply: arrays {first}..{first + count} of {len(arrays)}")
+    return from_arrays(where["header"], list(arrays[first : first + count]))
+
+
+def _pack_client(reply: ClientReply, arrays: list[AnyArray]) -> dict[str, Any]:
+    return {
+        "client": reply.client,
+        "status": reply.status,
+        "payload": None if reply.payload is None else _append(reply.payload, arrays),
+        "event": None if reply.event is None else dict(reply.event),
+        "steps": reply.steps,
+        "epsilon": "inf" if reply.epsilon == math.inf else reply.epsilon,
+        "ledger_head": reply.ledger_head,
+        "receipt": None if reply.receipt is None else dict(reply.receipt),
+        "error": None if reply.error is None else dict(reply.error),
+    }
+
+
+def _unpack_client(record: Mapping[str, Any], arrays: Sequence[AnyArray]) -> ClientReply:
+    status = record["status"]
+    if status not in ("ok", "refused", "failed"):
+        raise WireError(f"round reply: status {status!r}; allowed: ok, refused, failed")
+    payload = record["payload"]
+    epsilon = record["epsilon"]
+    return ClientReply(
+        client=str(record["client"]),
+        status=status,
+        payload=None if payload is None else _cut(payload, arrays),
+        event=record["event"],
+        steps=int(record["steps"]),
+        epsilon=None if epsilon is None else float(epsilon),
+        ledger_head=record["ledger_head"],
+        receipt=record["receipt"],
+        error=record["error"],
+    )
