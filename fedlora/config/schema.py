@@ -135,7 +135,7 @@ class DirichletPartition(Section):
 
 
 class QuantityPartition(Section):
-    """IID content, skewed sizes: client shares are a Dirichlet(alpha) draw; `alpha: null` gives equal sizes."""
+    """IID content, skewed sizes: shares are a Dirichlet(alpha) draw; `alpha: null` gives equal sizes."""
 
     kind: Literal["quantity"]
     clients: Count
@@ -154,7 +154,7 @@ Partition = Annotated[
 
 
 class PublicEvalConfig(Section):
-    """Public records for evaluation: another split, other files, or a fraction held out before partitioning."""
+    """Public evaluation records: another split, other files, or a fraction held out before partitioning."""
 
     split: str | None = None
     source: Source | None = None
@@ -273,7 +273,7 @@ class RecordPrivacy(_PrivacyBase):
 
 
 class ClientPrivacy(_PrivacyBase):
-    """Client-level DP: whole client updates are clipped to `clipping_norm`; noise at the server or in shares."""
+    """Client-level DP: whole updates are clipped to `clipping_norm`; noise at the server or in shares."""
 
     unit: Literal["client"]
     clipping_norm: Positive
@@ -419,6 +419,21 @@ class TrackingConfig(Section):
     wandb: str | None = None
 
 
+class DerivedConfig(Section):
+    """What resolving computed; written by fedlora, shown to the user, checked again by clients.
+
+    `from_` tells which key the user gave; `epsilon` is the run's figure at `delta` for `total_steps`.
+    """
+
+    from_: Literal["target_epsilon", "noise_multiplier", "none"] = Field(alias="from")
+    noise_multiplier: Positive | None = None
+    epsilon: NonNegative | None = None
+    delta: Delta | None = None
+    sample_rate: Probability
+    total_steps: Count
+    accountant: str | None = None
+
+
 class FedLoraConfig(Section):
     """One run, complete: the same file simulates and deploys it."""
 
@@ -434,3 +449,4 @@ class FedLoraConfig(Section):
     simulation: SimulationConfig = SimulationConfig()
     deployment: DeploymentConfig = DeploymentConfig()
     tracking: TrackingConfig = TrackingConfig()
+    derived: DerivedConfig | None = None
