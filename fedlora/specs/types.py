@@ -1,0 +1,152 @@
+"""Records of the dock: a compact specification and what is promised about its privacy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedlora.errors import DataError, PrivacyParameterError, UnsupportedEventError
+
+Vector = npt.NDArray[np.float32]
+
+NAME_PATTERN = re.compile(r"^[\w][\w.:@/+-]{0,199}$")
+MAX_DIMENSION = 1024
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """What a specification's release guarantees, with everything needed to read the number.
+
+    `guarantee` is "dp" (a mechanism that adds noise and was charged), "none" (no privacy is claimed),
+    or "conditional" (a noise-free analysis under conditions nobody can verify from outside).
+
+    Raises:
+        PrivacyParameterError: if a "dp" statement lacks a field or a number is not finite and positive.
+    """
+
+    guarantee: Literal["dp", "none", "conditional"]
+    epsilon: float | None = None
+    delta: float | None = None
+    unit: str | None = None
+    adjacency: str | None = None
+    adversary: str | None = None
+    accountant: str | None = None
+    sampling: str | None = None
+    num_events: int | None = None
+    conditions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a statement that would print an epsilon without its meaning."""
+        if self.guarantee not in ("dp", "none", "conditional"):
+            raise PrivacyParameterError(f"guarantee must be dp, none or conditional; got {self.guarantee!r}")
+        if self.guarantee != "dp":
+            return
+        missing = [
+            name
+            for name in ("unit", "adjacency", "adversary", "accountant", "sampling", "num_events")
+            if getattr(self, name) is None
+        ]
+        if missing:
+            raise PrivacyParameterError(f"a dp statement needs {', '.join(missing)}; give each or use 'none'")
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            if not isinstance(value, float) or not math.isfinite(value) or not value > 0:
+                raise PrivacyParameterError(f"{name} of a dp statement must be finite and > 0")
+        if not isinstance(self.delta, float) or not self.delta < 1:
+            raise PrivacyParameterError("delta of a dp statement must lie below 1")
+
+
+@dataclass(frozen=True)
+class Specification:
+    """A compact LoRA specification: the direction in which a task moves a shared base model.
+
+    Attributes:
+        name: unique name in a dock.
+        vector: (dimension,) float32, unit norm; at most 1024 dimensions.
+        kind: "model" (Eq. 1, describes a trained model) or "task" (Eq. 2, describes a data set).
+        base_fingerprint: sha256 of the base model; only equal bases are comparable.
+        recipe: sha256 of the frozen lora_A recipe; only equal recipes are comparable.
+        projection: name of the public projection that made the vector ("none" if it did not).
+        privacy: what the release guarantees.
+        licence: SPDX name of the licence under which the entry may be used.
+        metadata: public strings and numbers.
+
+    Source: "PAVE Specifications of Learnwares Yield Intrinsic Privacy-Preserving Capabilities",
+        Eqs. 1, 2 and 6.
+    """
+
+    name: str
+    vector: Vector
+    kind: Literal["model", "task"]
+    base_fingerprint: str
+    recipe: str
+    projection: str
+    privacy: PrivacyStatement
+    licence: str
+    metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check shape, norm and names; a specification that cannot be compared is refused."""
+        if not isinstance(self.name, str) or not NAME_PATTERN.match(self.name):
+            raise DataError(f"specification name {self.name!r:.80} must match {NAME_PATTERN.pattern}")
+        if self.kind not in ("model", "task"):
+            raise DataError(
+                f"kind of specification {self.name!r} must be model or task; got {self.kind!r:.40}"
+            )
+        vector = self.vector
+        if vector.dtype != np.float32 or vector.ndim != 1 or not 1 <= vector.size <= MAX_DIMENSION:
+            raise DataError(
+                f"vector of specification {self.name!r} must be float32 with 1 to {MAX_DIMENSION} entries; "
+                f"got {vector.dtype} {vector.shape}. Use PublicProjection for longer ones"
+            )
+        norm = float(np.linalg.norm(vector.astype(np.float64)))
+        if not abs(norm - 1.0) < 1e-3:
+            raise DataError(f"vector of specification {self.name!r} must have unit norm; got {norm:.6g}")
+        if not self.licence or not self.base_fingerprint or not self.recipe:
+            raise DataError(f"specification {self.name!r} needs a licence, a base fingerprint and a recipe")
+
+
+def refuse_intrinsic(privacy: PrivacyStatement, *, recipe_public: bool, expanded_released: bool) -> None:
+    """Refuse the noise-free intrinsic mode wherever its secrecy condition cannot hold.
+
+    With lora_A, its seed or the product lora_B lora_A public, a noise-free specification has no
+    privacy at all ("PAVE Specifications of Learnwares ...", Proposition 3.7).
+
+    Raises:
+        UnsupportedEventError: if a conditional statement meets a public lora_A, seed or product.
+    """
+    if privacy.guarantee == "conditional" and (recipe_public or expanded_released):
+        what = "lora_A or its seed" if recipe_public else "the product lora_B lora_A"
+        raise UnsupportedEventError(
+            f"the intrinsic guarantee needs a secret lora_A, but {what} is public: the release has no privacy. "
+            "Use the certified mode (lora_fa with per_layer_clip and noise), or state 'none'"
+        )
+
+
+def statement_from_report(report: Any, *, unit: str, adversary: str, sampling: str) -> PrivacyStatement:
+    """Turn an accountant's report into the statement that travels with a specification.
+
+    Args:
+        report: `fedlora.accounting.EpsilonReport`.
+        unit: "record" or "client".
+        adversary: against whom the figure holds.
+        sampling: how batches were drawn.
+    """
+    return PrivacyStatement(
+        guarantee="dp",
+        epsilon=float(report.epsilon),
+        delta=float(report.delta),
+        unit=unit,
+        adjacency=str(getattr(report.adjacency, "value", report.adjacency)),
+        adversary=adversary,
+        accountant=report.accountant,
+        sampling=sampling,
+        num_events=int(report.num_events),
+        conditions=tuple(report.conditions),
+    )
