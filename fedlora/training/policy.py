@@ -54,7 +54,9 @@ class Policy:
                 f"policy.mechanisms: asked for {kind}; allowed {', '.join(sorted(self.mechanisms))}"
             )
         if config.model.trust_remote_code and not self.allow_remote_code:
-            raise PolicyRefusedError("policy.allow_remote_code: the run asks to execute the model's own code; refused")
+            raise PolicyRefusedError(
+                "policy.allow_remote_code: the run asks to execute the model's own code; refused"
+            )
         if not isinstance(config.privacy, NoPrivacy) and config.training.sampling != "poisson":
             raise PolicyRefusedError(
                 "training.sampling: shuffled batches have no amplification by sampling and their accounting is "
@@ -65,7 +67,9 @@ class Policy:
         privacy = config.privacy
         if isinstance(privacy, NoPrivacy):
             if not self.allow_no_privacy:
-                raise PolicyRefusedError("policy.allow_no_privacy: the run has privacy.unit none; this site refuses")
+                raise PolicyRefusedError(
+                    "policy.allow_no_privacy: the run has privacy.unit none; this site refuses"
+                )
             return
         if privacy.unit == "client" and not self.allow_client_unit:
             raise PolicyRefusedError(
@@ -92,7 +96,9 @@ class Policy:
             PolicyRefusedError: if the round number or its steps are beyond what is allowed.
         """
         if self.max_rounds is not None and server_round > self.max_rounds:
-            raise PolicyRefusedError(f"policy.max_rounds: asked for round {server_round}; allowed {self.max_rounds}")
+            raise PolicyRefusedError(
+                f"policy.max_rounds: asked for round {server_round}; allowed {self.max_rounds}"
+            )
         if self.max_steps_per_round is not None and steps > self.max_steps_per_round:
             raise PolicyRefusedError(
                 f"policy.max_steps_per_round: asked for {steps} steps; allowed {self.max_steps_per_round}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -24,7 +25,8 @@ import numpy.typing as npt
 from fedlora.errors import FedLoraError, PayloadTooLargeError, SchemaVersionError, WireError
 from fedlora.names import WIRE_SCHEMA
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
-from fedlora.wire import from_arrays, to_arrays
+from fedlora.wire.codec import from_arrays, to_arrays
+from fedlora.wire.payload import AdapterPayload
 
 _MAGIC: Final = b"FLRP"
 _PREFIX: Final = struct.Struct(">4sIQ")
@@ -41,10 +43,10 @@ AnyArray = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Packet:
-    """PUBLIC (or already released). A JSON header and its arrays, in order."""
+    """PUBLIC (or already released). A JSON header and its arrays by name."""
 
     header: Mapping[str, Any]
-    arrays: Sequence[AnyArray] = ()
+    arrays: Mapping[str, AnyArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,13 @@ def error_record(error: BaseException) -> dict[str, Any]:
     }
 
 
+def where_it_failed(error: BaseException) -> str:
+    """Return class and place of a foreign error for a log, without its message (it may quote records)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
+    return f"{type(error).__name__} at {place}"
+
+
 def hello_packet() -> Packet:
     """Build the request packet that asks for `Hello`."""
     return Packet({"schema": WIRE_SCHEMA, "op": HELLO})
@@ -143,7 +152,7 @@ def pack_request(request: RoundRequest) -> Packet:
         "reduce": request.reduce,
         "payload": payload_header,
     }
-    return Packet(header, tuple(arrays))
+    return Packet(header, arrays)
 
 
 def unpack_request(packet: Packet) -> RoundRequest:
@@ -159,7 +168,7 @@ def unpack_request(packet: Packet) -> RoundRequest:
             server_round=_typed(header, "round", int),
             config=_typed(header, "config", dict),
             config_hash=_typed(header, "config_hash", str),
-            payload=from_arrays(header["payload"], list(packet.arrays)),
+            payload=from_arrays(header["payload"], packet.arrays, max_bytes=DEFAULT_MAX_BYTES),
             clients=tuple(str(client) for client in _typed(header, "clients", list)),
             steps=_typed(header, "steps", int),
             reduce=_typed(header, "reduce", bool),
@@ -169,8 +178,8 @@ def unpack_request(packet: Packet) -> RoundRequest:
 
 
 def pack_reply(reply: RoundReply) -> Packet:
-    """Turn a round reply into a packet; each client's arrays are a slice of the packet's arrays."""
-    arrays: list[AnyArray] = []
+    """Turn a round reply into a packet; each payload's arrays carry a prefix of their own."""
+    arrays: dict[str, AnyArray] = {}
     replies = [_pack_client(one, arrays) for one in reply.replies]
     header: dict[str, Any] = {
         "schema": WIRE_SCHEMA,
@@ -184,7 +193,7 @@ def pack_reply(reply: RoundReply) -> Packet:
     }
     if reply.reduced is not None:
         header["reduced"] = _append(reply.reduced, arrays)
-    return Packet(header, tuple(arrays))
+    return Packet(header, arrays)
 
 
 def unpack_reply(packet: Packet) -> RoundReply:
@@ -241,12 +250,12 @@ def encode_packet(packet: Packet) -> bytes:
     """Encode a packet as bytes: magic, header length, total length, JSON header, raw arrays."""
     chunks: list[bytes] = []
     specs: list[dict[str, Any]] = []
-    for array in packet.arrays:
+    for name, array in packet.arrays.items():
         if array.dtype.name not in _DTYPES:
             raise WireError(f"packet: dtype {array.dtype.name} does not travel; allowed: {sorted(_DTYPES)}")
         little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         chunks.append(little.tobytes())
-        specs.append({"dtype": array.dtype.name, "shape": list(array.shape)})
+        specs.append({"name": name, "dtype": array.dtype.name, "shape": list(array.shape)})
     text = json.dumps({"header": dict(packet.header), "arrays": specs}, allow_nan=False).encode()
     body = b"".join(chunks)
     return b"".join([_PREFIX.pack(_MAGIC, len(text), len(body)), text, body])
@@ -294,8 +303,9 @@ def decode_packet(data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Packet:
     return Packet(header, arrays)
 
 
-def _read_arrays(specs: Sequence[Any], body: memoryview) -> tuple[AnyArray, ...]:
-    arrays, offset = [], 0
+def _read_arrays(specs: Sequence[Any], body: memoryview) -> dict[str, AnyArray]:
+    arrays: dict[str, AnyArray] = {}
+    offset = 0
     for spec in specs:
         shape = tuple(int(size) for size in spec["shape"])
         if spec["dtype"] not in _DTYPES or any(size < 0 for size in shape):
@@ -305,18 +315,18 @@ def _read_arrays(specs: Sequence[Any], body: memoryview) -> tuple[AnyArray, ...]
         end = offset + count * dtype.itemsize
         if end > len(body):
             raise ValueError("array outside the packet")
-        arrays.append(np.frombuffer(body[offset:end], dtype=dtype).reshape(shape))
+        arrays[str(spec["name"])] = np.frombuffer(body[offset:end], dtype=dtype).reshape(shape)
         offset = end
     if offset != len(body):
         raise ValueError("trailing bytes")
-    return tuple(arrays)
+    return arrays
 
 
 def _checked_header(packet: Packet, op: str) -> Mapping[str, Any]:
     header = packet.header
     if header.get("schema") != WIRE_SCHEMA:
         raise SchemaVersionError(
-            f"wire schema: got {header.get('schema')!r}, this side speaks {WIRE_SCHEMA}; update the older side"
+            f"wire schema: got {header.get('schema')!r}, spoken here {WIRE_SCHEMA}; update the older side"
         )
     if header.get("op") == FAILURE:
         raise WireError(f"the node failed: {header.get('message', 'no message')}")
@@ -332,20 +342,23 @@ def _typed(header: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _append(payload: Any, arrays: list[AnyArray]) -> dict[str, Any]:
+def _append(payload: AdapterPayload, arrays: dict[str, AnyArray]) -> dict[str, Any]:
     header, own = to_arrays(payload)
-    arrays.extend(own)
-    return {"header": header, "first": len(arrays) - len(own), "count": len(own)}
+    prefix = f"{len(arrays)}/"
+    arrays.update({prefix + name: array for name, array in own.items()})
+    return {"header": header, "names": [prefix + name for name in own]}
 
 
-def _cut(where: Mapping[str, Any], arrays: Sequence[AnyArray]) -> Any:
-    first, count = int(where["first"]), int(where["count"])
-    if first < 0 or count < 0 or first + count > len(arrays):
-        raise WireError(f"round reply: arrays {first}..{first + count} of {len(arrays)}")
-    return from_arrays(where["header"], list(arrays[first : first + count]))
+def _cut(where: Mapping[str, Any], arrays: Mapping[str, AnyArray]) -> AdapterPayload:
+    own: dict[str, AnyArray] = {}
+    for name in where["names"]:
+        if name not in arrays:
+            raise WireError(f"round reply: array {str(name)[:40]!r} is missing")
+        own[str(name).partition("/")[2]] = arrays[name]
+    return from_arrays(where["header"], own, max_bytes=DEFAULT_MAX_BYTES)
 
 
-def _pack_client(reply: ClientReply, arrays: list[AnyArray]) -> dict[str, Any]:
+def _pack_client(reply: ClientReply, arrays: dict[str, AnyArray]) -> dict[str, Any]:
     return {
         "client": reply.client,
         "status": reply.status,
@@ -359,7 +372,7 @@ def _pack_client(reply: ClientReply, arrays: list[AnyArray]) -> dict[str, Any]:
     }
 
 
-def _unpack_client(record: Mapping[str, Any], arrays: Sequence[AnyArray]) -> ClientReply:
+def _unpack_client(record: Mapping[str, Any], arrays: Mapping[str, AnyArray]) -> ClientReply:
     status = record["status"]
     if status not in ("ok", "refused", "failed"):
         raise WireError(f"round reply: status {status!r}; allowed: ok, refused, failed")

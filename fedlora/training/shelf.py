@@ -50,7 +50,9 @@ class LazyRecords:
         encoder: turns a row into model inputs.
     """
 
-    def __init__(self, rows: Sequence[Row], indices: Sequence[int] | npt.NDArray[Any], encoder: Encoder) -> None:
+    def __init__(
+        self, rows: Sequence[Row], indices: Sequence[int] | npt.NDArray[Any], encoder: Encoder
+    ) -> None:
         """Keep references only; nothing is read yet."""
         self._rows, self._indices, self._encoder = rows, indices, encoder
         self._kept: dict[int, Encoded] = {}
@@ -65,7 +67,9 @@ class LazyRecords:
         for position in indices.tolist():
             encoded = self._kept.get(position)
             if encoded is None:
-                encoded = self._kept[position] = self._encoder.encode(self._rows[int(self._indices[position])])
+                encoded = self._kept[position] = self._encoder.encode(
+                    self._rows[int(self._indices[position])]
+                )
             found.append(encoded)
         return found
 

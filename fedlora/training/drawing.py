@@ -1,0 +1,72 @@
+"""One client's batches and noise for one round, ready for the cohort engine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.errors import PolicyRefusedError
+from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
+from fedlora.training.cohort import ClientJob
+from fedlora.training.requests import RoundRequest
+from fedlora.training.sampling import CoinSource, OsCoins, PoissonSampler, SeededCoins, ShuffleSampler
+from fedlora.training.shelf import Records
+
+
+def make_job(
+    config: FedLoraConfig, client: str, records: Records, request: RoundRequest, steps: int
+) -> ClientJob:
+    """Draw and encode all of one client's batches, so that a bad record fails this client alone.
+
+    Args:
+        config: resolved configuration.
+        client: logical client id.
+        records: SENSITIVE. The client's records.
+        request: the round request (its number separates the streams of seeded sources).
+        steps: number of draws.
+
+    Returns:
+        SENSITIVE. A job whose `draw` hands out the prepared batches, one per step, possibly empty.
+
+    Raises:
+        PolicyRefusedError: if shuffled batches are asked for under privacy.
+        DataError: if a drawn record cannot be encoded.
+    """
+    sampler = _sampler(config, client, records, request.server_round)
+    batches = iter([records.batch(sampler.draw()) for _ in range(steps)])
+
+    def draw() -> list[Any]:
+        return next(batches)
+
+    return ClientJob(client=client, draw=draw, noise=_noise(config, client, request.server_round))
+
+
+def _seeded(config: FedLoraConfig) -> bool:
+    return not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "seeded-test-only"
+
+
+def _noise(config: FedLoraConfig, client: str, server_round: int) -> NoiseSource:
+    if _seeded(config):
+        return SeededNoise(config.run.seed, client, server_round)
+    return OsNoise()
+
+
+def _sampler(
+    config: FedLoraConfig, client: str, records: Records, server_round: int
+) -> PoissonSampler | ShuffleSampler:
+    training = config.training
+    if training.sampling == "shuffle":
+        if not isinstance(config.privacy, NoPrivacy):
+            raise PolicyRefusedError(
+                "training.sampling: shuffle is refused under privacy (no amplification by sampling); use poisson"
+            )
+        name = hashlib.sha256(f"order|{config.run.seed}|{client}|{server_round}".encode()).digest()
+        generator = np.random.Generator(np.random.Philox(int.from_bytes(name[:16], "little")))
+        return ShuffleSampler(len(records), training.expected_batch_size, generator)
+    # Without privacy the experiment seed may order the data; with privacy only entropy may.
+    repeatable = _seeded(config) or isinstance(config.privacy, NoPrivacy)
+    coins: CoinSource = SeededCoins(config.run.seed, client, server_round) if repeatable else OsCoins()
+    return PoissonSampler(len(records), training.sample_rate, coins)

@@ -1,0 +1,103 @@
+"""What a trainer keeps between rounds of one configuration: base model, adapter, mechanism, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedlora.accounting import Event, NonPrivateEvent
+from fedlora.adapters import inject
+from fedlora.adapters.models import LoadedBase, load_base
+from fedlora.config import config_container, config_from_container
+from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.data import build_task
+from fedlora.errors import ConfigError, WireError
+from fedlora.mechanisms import Mechanism, build_mechanism
+from fedlora.training.confighash import hash_of
+from fedlora.wire.payload import AdapterLayout, AdapterPayload
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A loaded base model with its adapter, task and mechanism; the server and trainers share this step.
+
+    Attributes:
+        config: resolved configuration.
+        base: frozen base model and tokenizer.
+        task: encoding, loss and evaluation.
+        adapted: the model with injected adapters.
+        mechanism: the bound stages.
+        event: accounting event of one step of one client, from the mechanism itself.
+    """
+
+    config: FedLoraConfig
+    base: LoadedBase
+    task: Any
+    adapted: Any
+    mechanism: Mechanism
+    event: Event
+
+    @property
+    def layout(self) -> AdapterLayout:
+        """Public shapes of the adapter."""
+        layout: AdapterLayout = self.adapted.layout
+        return layout
+
+    def initial_payload(self) -> AdapterPayload:
+        """Return the adapter that a run starts from."""
+        payload: AdapterPayload = self.mechanism.initial_payload(self.adapted)
+        return payload
+
+
+def build_workbench(config: FedLoraConfig) -> Workbench:
+    """Load the base model and bind everything that one configuration needs.
+
+    Args:
+        config: resolved configuration (number of labels and noise multiplier set).
+
+    Raises:
+        ModelError: if the base model cannot be loaded.
+        ConfigError: if adapter patterns match nothing, or the combination is unsupported.
+    """
+    base = load_base(config.model, config.model.num_labels)
+    task = build_task(config.model, config.data, base.tokenizer)
+    adapted = inject(base.model, config.adapter, seed=config.run.seed, fingerprint=base.fingerprint)
+    mechanism = build_mechanism(config, adapted.layout)
+    event: Event = NonPrivateEvent() if isinstance(config.privacy, NoPrivacy) else mechanism.step_event()
+    return Workbench(config, base, task, adapted, mechanism, event)
+
+
+def read_config(container: Mapping[str, Any], claimed_hash: str) -> FedLoraConfig:
+    """Validate a configuration that came over the wire.
+
+    Raises:
+        WireError: if the hash does not fit the content.
+        ConfigError: listing every problem.
+    """
+    config = config_from_container(container, what="configuration of the round request")
+    actual = hash_of(config)
+    if actual != claimed_hash:
+        raise WireError(
+            f"config hash: request says {claimed_hash[:16]}, its content gives {actual[:16]}; "
+            "server and trainer must run the same fedlora version"
+        )
+    return config
+
+
+def same_container(config: FedLoraConfig, container: Mapping[str, Any]) -> bool:
+    """Return whether a container is exactly this configuration."""
+    return config_container(config) == container
+
+
+def check_clients(clients: Sequence[str]) -> None:
+    """Require distinct, non-empty client ids.
+
+    Raises:
+        ConfigError: naming the first repeated id.
+    """
+    seen: set[str] = set()
+    for client in clients:
+        if client in seen or not client:
+            raise ConfigError(f"round request: client {client!r} is empty or asked twice; ask each client once")
+        seen.add(client)
