@@ -169,6 +169,7 @@ class DataConfig(Section):
     source: Source
     name: Name
     columns: dict[str, str] = {}
+    labels: tuple[str, ...] | None = None
     template: str | None = None
     max_length: Count | None = None
     partition: Partition | None = None
