@@ -1,0 +1,282 @@
+"""Renyi curves of every event, as log-moments, and their conversion to (epsilon, delta).
+
+The moment of order a is G(a) = (a - 1) D_a; it adds up under adaptive composition, is convex in a and vanishes at
+a = 1. Where a formula holds at integer orders only, G is interpolated linearly between integers (an upper bound by
+convexity; interpolating D_a itself would not be one).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from scipy.special import gammaln, logsumexp
+
+from fedlora.accounting import hypergeometric as hyper
+from fedlora.accounting.conditional import PaveEvent, SketchEvent
+from fedlora.accounting.events import (
+    Event,
+    GaussianEvent,
+    NoisyProjectionEvent,
+    NonPrivateEvent,
+    PoissonGaussianEvent,
+    ProjectionGroup,
+)
+from fedlora.accounting.hypergeometric import FloatArray
+from fedlora.accounting.reports import Adjacency
+from fedlora.errors import UnsupportedEventError
+
+_WORK = 2.0e7
+_MAX_INTEGER_ORDER = 20_000
+
+
+def _default_orders() -> FloatArray:
+    fine = 1.0 + np.concatenate(
+        [[0.002, 0.005, 0.01, 0.02, 0.05], np.arange(0.1, 4.0, 0.1), np.arange(4.0, 12.0, 0.25)]
+    )
+    whole = np.arange(13.0, 129.0)
+    wide = np.unique(np.round(np.geomspace(130.0, _MAX_INTEGER_ORDER, 120)))
+    return np.unique(np.concatenate([fine, whole, wide, [3e4, 1e5, 3e5, 1e6]]))
+
+
+ORDERS: FloatArray = _default_orders()
+ORDERS.setflags(write=False)
+
+
+def _gain(adjacency: Adjacency) -> float:
+    """Squared sensitivity in units of the squared clipping norm."""
+    return 4.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
+
+
+def gaussian_moment(orders: FloatArray, mu_squared: float) -> FloatArray:
+    """Return G of the Gaussian mechanism: a (a - 1) mu^2 / 2, mu = sensitivity / noise standard deviation."""
+    return orders * (orders - 1.0) * (mu_squared / 2.0)
+
+
+def poisson_moment(order: int, rate: float, log_factors: FloatArray) -> float:
+    """Return G at one integer order of a Poisson-sampled mechanism.
+
+    log sum_k C(a, k) (1 - q)^(a-k) q^k F_k, computed as log1p(sum_k w_k (F_k - 1)) so that small values keep their
+    digits. Source: Mironov, Talwar and Zhang, "Renyi Differential Privacy of the Sampled Gaussian Mechanism",
+    arXiv:1908.10530v1, Section 3.3.
+
+    Args:
+      order: a >= 2.
+      rate: q in (0, 1].
+      log_factors: (>= a + 1,), log F_k for k = 0, 1, ...; F_0 = F_1 = 1.
+    """
+    if rate == 1.0:
+        return float(log_factors[order])
+    k = np.arange(2, order + 1, dtype=np.float64)
+    weights = gammaln(order + 1.0) - gammaln(k + 1.0) - gammaln(order - k + 1.0)
+    weights = weights + k * math.log(rate) + (order - k) * math.log1p(-rate)
+    factors = log_factors[2 : order + 1]
+    with np.errstate(divide="ignore"):
+        excess = np.where(factors > 30.0, factors, np.log(np.expm1(np.minimum(factors, 30.0))))
+    total = float(logsumexp(weights + excess))
+    margin = 1.0e-12 * (1.0 + order**0.5)
+    return (total if total > 40.0 else math.log1p(math.exp(total))) * (1.0 + margin)
+
+
+def _interpolate(orders: FloatArray, whole: FloatArray, moments: FloatArray) -> FloatArray:
+    """Interpolate G linearly between integer orders (G(1) = 0); beyond the last one it is infinite."""
+    xs, ys = np.concatenate([[1.0], whole]), np.concatenate([[0.0], moments])
+    return np.asarray(np.interp(orders, xs, ys, right=math.inf))
+
+
+def _whole_orders(limit: int) -> FloatArray:
+    whole = ORDERS[(ORDERS == np.round(ORDERS)) & (ORDERS >= 2.0) & (ORDERS <= limit)]
+    return np.unique(np.concatenate([np.arange(2.0, min(limit, 128) + 1.0), whole]))
+
+
+def _group_factors(group: ProjectionGroup, gain: float, last: int) -> FloatArray:
+    """log F_k, k = 0..last, of one group."""
+    k = np.arange(last + 1, dtype=np.float64)
+    z = k * (k - 1.0) / 2.0 * (group.kappa**2 * gain)
+    if group.width is None or group.rank is None or group.rank == group.width:
+        return z
+    return hyper.log_kummer_many(group.rank / 2.0, group.width / 2.0, z)
+
+
+def _last_order(event: NoisyProjectionEvent, gain: float) -> int:
+    """The largest integer order whose series stay within a second of work."""
+    projected = [g.kappa**2 * gain for g in event.groups if g.width is not None and g.rank != g.width]
+    if not projected:
+        return _MAX_INTEGER_ORDER
+    scale = max(projected) * len(projected)
+    # sum_k k^2 scale / 2 ~ K^3 scale / 6, and 80 terms for each k at least
+    cubic = (6.0 * _WORK / scale) ** (1.0 / 3.0)
+    return int(max(8.0, min(cubic, _WORK / (300.0 * len(projected)), 2048.0)))
+
+
+def _factors(event: NoisyProjectionEvent, gain: float, last: int) -> FloatArray:
+    parts = [_group_factors(group, gain, last) for group in _distinct(event)]
+    if event.clip == "shared":
+        return np.asarray(np.max(np.stack(parts), axis=0))
+    return np.asarray(np.sum(np.stack(parts), axis=0))
+
+
+def _distinct(event: NoisyProjectionEvent) -> tuple[ProjectionGroup, ...]:
+    """Under one clip equal groups give equal factors, so that each kind is needed once."""
+    if event.clip != "shared":
+        return event.groups
+    kinds = {(group.width, group.rank, group.kappa): group for group in event.groups}
+    return tuple(kinds.values())
+
+
+def projection_moment(event: NoisyProjectionEvent, orders: FloatArray, adjacency: Adjacency) -> FloatArray:
+    """Return an upper bound on G of the noisy projection at every order (see docs/accounting.md, Theorem A).
+
+    Full batch: the maximum (one clip) or sum (separate clips) over groups of log 1F1(r/2; d/2; kappa^2 a(a-1)/2), any
+    order. Poisson: integer orders, the factors inside the binomial sum, linear interpolation of G in between.
+    """
+    gain = _gain(adjacency)
+    rate = 1.0 if event.sample_rate is None else event.sample_rate
+    if rate == 1.0:
+        return _full_moment(event, orders, gain)
+    last = _last_order(event, gain)
+    whole = _whole_orders(last)
+    factors = _factors(event, gain, last)
+    moments = np.array([poisson_moment(int(a), rate, factors) for a in whole])
+    return _interpolate(orders, whole, moments)
+
+
+def _full_moment(event: NoisyProjectionEvent, orders: FloatArray, gain: float) -> FloatArray:
+    parts = []
+    for group in _distinct(event):
+        z = orders * (orders - 1.0) / 2.0 * (group.kappa**2 * gain)
+        if group.width is None or group.rank is None:
+            parts.append(z)
+        else:
+            parts.append(_kummer_budgeted(group.rank / 2.0, group.width / 2.0, z))
+    stacked = np.stack(parts)
+    return np.asarray(np.max(stacked, axis=0) if event.clip == "shared" else np.sum(stacked, axis=0))
+
+
+def _kummer_budgeted(a: float, b: float, z: FloatArray) -> FloatArray:
+    """log 1F1 while the series stay affordable, the (valid, looser) e^z beyond."""
+    affordable = np.cumsum(z + 300.0) <= 2.0 * _WORK
+    return np.array(
+        [
+            hyper.log_kummer(a, b, float(v)) if ok or v > 2.0e6 else float(v)
+            for v, ok in zip(z, affordable, strict=True)
+        ]
+    )
+
+
+def sampled_gaussian_moment(
+    event: PoissonGaussianEvent, orders: FloatArray, adjacency: Adjacency
+) -> FloatArray:
+    """Return an upper bound on G of the Poisson-sampled Gaussian (exact at integers for add-or-remove)."""
+    gain = _gain(adjacency) / event.noise_multiplier**2
+    if event.sample_rate == 1.0:
+        return gaussian_moment(orders, gain)
+    last = int(ORDERS[-5])
+    k = np.arange(last + 1, dtype=np.float64)
+    factors = k * (k - 1.0) / 2.0 * gain
+    whole = _whole_orders(last)
+    moments = np.array([poisson_moment(int(a), event.sample_rate, factors) for a in whole])
+    return _interpolate(orders, whole, moments)
+
+
+def sketch_moment(event: SketchEvent, orders: FloatArray) -> FloatArray:
+    """Return G of the secret sketch, infinite from Gamma on.
+
+    r L tau / 2 [a log(1 - 1/Gamma) - log(1 - a / Gamma)], 1 < a < Gamma: "LoRA Provides Differential Privacy by Design
+    via Random Sketching", Lemma 7.1, Eq. 12, and Lemma 7.2, Eq. 15.
+    """
+    t = 1.0 / event.gamma
+    inside = orders < event.gamma
+    safe = np.where(inside, orders, 1.0)
+    value = safe * math.log1p(-t) - np.log1p(-safe * t)
+    return np.where(inside, 0.5 * event.rank * event.layers * event.tau * value, math.inf)
+
+
+def pave_moment(event: PaveEvent, orders: FloatArray) -> FloatArray:
+    """Return G of a compact PAVE specification at all orders (see docs/accounting.md, Theorem C).
+
+    sum over layers of r k max over l in {1 - gamma, 1 + gamma} of [(1 - a) ln l - ln(a + (1 - a) l)] / 2, infinite
+    from 1 + 1/gamma on. Order 2 is Theorem 3.5, Eq. 24 of "PAVE Specifications of Learnwares Yield Intrinsic
+    Privacy-Preserving Capabilities"; layers add by Lemma 7.12.
+    """
+    total = np.zeros_like(orders)
+    for layer in event.layers:
+        best = np.zeros_like(orders)
+        for step in (-layer.gamma, layer.gamma):
+            inner = (1.0 - orders) * step  # a + (1 - a) l = 1 + (1 - a) (l - 1)
+            inside = inner > -1.0
+            value = (1.0 - orders) * math.log1p(step) - np.log1p(np.where(inside, inner, 0.0))
+            best = np.maximum(best, np.where(inside, value, math.inf))
+        total = total + 0.5 * layer.rank * layer.dimension * best
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached(key: str, event: Event, adjacency: Adjacency) -> FloatArray:
+    del key
+    values = moment(event, ORDERS, adjacency)
+    values.setflags(write=False)
+    return values
+
+
+def curve(event: Event, adjacency: Adjacency) -> FloatArray:
+    """Return G of a basic event on ORDERS, cached by the event's key."""
+    return _cached(event.key(), event, adjacency)
+
+
+def moment(event: Event, orders: FloatArray, adjacency: Adjacency) -> FloatArray:
+    """Return an upper bound on G = (a - 1) D_a of a basic event at the given orders.
+
+    Raises:
+      UnsupportedEventError: if the event has no Renyi curve.
+    """
+    if isinstance(event, NonPrivateEvent):
+        return np.full_like(orders, math.inf)
+    if isinstance(event, (GaussianEvent, PoissonGaussianEvent)):
+        if event.noise_multiplier == 0.0 or math.isinf(1.0 / event.noise_multiplier**2):
+            return np.full_like(orders, math.inf)
+        if isinstance(event, PoissonGaussianEvent):
+            return sampled_gaussian_moment(event, orders, adjacency)
+        return gaussian_moment(orders, _gain(adjacency) / event.noise_multiplier**2)
+    if isinstance(event, NoisyProjectionEvent):
+        return projection_moment(event, orders, adjacency)
+    if isinstance(event, SketchEvent):
+        return sketch_moment(event, orders)
+    if isinstance(event, PaveEvent):
+        return pave_moment(event, orders)
+    raise UnsupportedEventError(f"event {event.kind!r}: has no Renyi curve; analyse it with its own function")
+
+
+def epsilon_from_moments(orders: FloatArray, moments: FloatArray, delta: float) -> tuple[float, float]:
+    """Convert G to epsilon at delta, minimised over the orders.
+
+    eps = D_a + log(1 - 1/a) - (log delta + log a) / (a - 1): Canonne, Kamath and Steinke, "The Discrete Gaussian for
+    Differential Privacy", arXiv:2004.00010, Proposition 12.
+
+    Returns:
+      epsilon >= 0 (infinity if no order helps) and its order.
+    """
+    with np.errstate(invalid="ignore"):
+        values = (moments - math.log(delta) - np.log(orders)) / (orders - 1.0) + np.log1p(-1.0 / orders)
+    return _smallest(orders, values)
+
+
+def epsilon_from_moments_mironov(
+    orders: FloatArray, moments: FloatArray, delta: float
+) -> tuple[float, float]:
+    """Convert G to epsilon by D_a + log(1/delta) / (a - 1) (Mironov, "Renyi Differential Privacy", Proposition 3)."""
+    return _smallest(orders, (moments - math.log(delta)) / (orders - 1.0))
+
+
+def _smallest(orders: FloatArray, values: FloatArray) -> tuple[float, float]:
+    safe = np.where(np.isnan(values), math.inf, values)
+    index = int(np.argmin(safe))
+    return max(0.0, float(safe[index])), float(orders[index])
+
+
+def log_delta_from_moments(orders: FloatArray, moments: FloatArray, epsilon: float) -> float:
+    """Return log delta at epsilon, the same conversion solved for delta."""
+    values = moments - (orders - 1.0) * (epsilon - np.log1p(-1.0 / orders)) - np.log(orders)
+    safe = np.where(np.isnan(values), math.inf, values)
+    return min(0.0, float(np.min(safe)))
