@@ -130,9 +130,14 @@ class LedgerIntegrityError(LedgerError):
 
 
 class DuplicateRoundError(LedgerError):
-    """A round that was already reserved is asked for again."""
+    """A round that was already reserved is asked for again; `reply_digest` is that of the reply, if one was sent."""
 
     exit_code = 29
+
+    def __init__(self, message: str, *, reply_digest: str | None = None) -> None:
+        """Keep the sha256 of the committed reply beside the message."""
+        self.reply_digest = reply_digest
+        super().__init__(message)
 
 
 class AuditFailedError(PrivacyError):

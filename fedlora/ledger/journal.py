@@ -1,0 +1,383 @@
+"""Append-only journal: the store, the chain and the working state moved forward together.
+
+Every transaction first checks that the database's last entry is the one the working state ends
+at (catching up, link by link, with what other processes appended), so nothing is decided on a
+stale or exchanged ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from fedlora.accounting import Event
+from fedlora.errors import LedgerIntegrityError
+from fedlora.ledger import chain
+from fedlora.ledger.anchor import Anchor
+from fedlora.ledger.chain import Entry, canonical_json
+from fedlora.ledger.projection import period_of
+from fedlora.ledger.schema import accounts, entries, events, snapshots
+from fedlora.ledger.state import LedgerState, integrity_error
+from fedlora.ledger.store import Store
+from fedlora.ledger.types import Account, Clock
+
+SNAPSHOT_EVERY: Final = 65_536
+"""Entries between two snapshots of the working state; small ledgers have none and are checked whole."""
+
+CLOCK_TOLERANCE_SECONDS: Final = 3600.0
+
+_INSERT_ENTRIES = sa.insert(entries)
+
+
+class Draft:
+    """Entries of the transaction in progress; they already count in the working state."""
+
+    def __init__(self, state: LedgerState, now: int, connection: sa.Connection) -> None:
+        """Start with nothing, at `now` milliseconds since the epoch, in an open transaction."""
+        self.state = state
+        self.connection = connection
+        self.now = now
+        self.period = period_of(now)
+        self.entries: list[Entry] = []
+        self.accounts: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self._event_numbers: dict[Event, int] = {}
+
+    def account(self, account: Account) -> int:
+        """Return the account's number, defining it if it is new."""
+        number = self.state.account_ids.get(account)
+        if number is None:
+            number = len(self.state.accounts) + 1
+            self.state.define_account(number, account)
+            self.accounts.append({"id": number, "client": account.client, "dataset": account.dataset})
+        return number
+
+    def event(self, event: Event) -> int:
+        """Return the event's number, defining it if it is new."""
+        number = self._event_numbers.get(event)
+        if number is None:
+            text = event.key()
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            number = self.state.event_ids.get(digest, 0)
+            if number == 0:
+                number = len(self.state.event_ids) + 1
+                self.state.define_event(number, digest, text)
+                self.events.append({"id": number, "hash": digest, "json": text})
+            self._event_numbers[event] = number
+        return number
+
+    def add(
+        self,
+        kind: str,
+        account_id: int = 0,
+        *,
+        run_id: str = "",
+        server_round: int = 0,
+        attempt: int = 0,
+        event_id: int = 0,
+        steps: int = 0,
+        charge: int = 0,
+        ref: int = 0,
+        period: int | None = None,
+        digest: str = "",
+        detail: str = "",
+    ) -> int:
+        """Append one entry and return its sequence number."""
+        state = self.state
+        bare = Entry(
+            state.seq + 1,
+            kind,
+            account_id,
+            run_id,
+            server_round,
+            attempt,
+            event_id,
+            steps,
+            charge,
+            ref,
+            self.period if period is None else period,
+            self.now,
+            digest,
+            detail,
+            b"",
+        )
+        entry = state.link(bare)
+        state.apply(entry)
+        self.entries.append(entry)
+        return entry.seq
+
+
+class Journal:
+    """One ledger's entries: durable, chained, replayed. Use from one process; threads are serialised."""
+
+    def __init__(
+        self,
+        store: Store,
+        secret: bytes,
+        *,
+        anchor: Anchor | None,
+        clock: Clock = time.time,
+        accept_lost_anchor: bool = False,
+    ) -> None:
+        """Open the journal and check it against its chain and its anchor.
+
+        Raises:
+            LedgerIntegrityError: if the chain does not hold, or the ledger is older than its anchor.
+            LedgerError: if the database cannot be used.
+        """
+        self.store = store
+        self._key = chain.derive_key(secret, "chain")
+        self._anchor = anchor
+        self._clock = clock
+        self._state: LedgerState | None = None
+        self._floor: tuple[int, bytes] = (0, chain.ZERO_MAC)
+        self._clock_noted = False
+        self._open(accept_lost_anchor)
+
+    def _open(self, accept_lost_anchor: bool) -> None:
+        lost = ""
+        known = None
+        if self._anchor is not None:
+            try:
+                known = self._anchor.read()
+            except LedgerIntegrityError:
+                if not accept_lost_anchor:
+                    raise
+                lost = "unreadable"
+        if known is not None:
+            self._floor = known[:2]
+        with self.store.read() as connection:
+            state = self.sync(connection)
+        if known is not None and known[2] != state.ledger_id:
+            raise integrity_error(1, "belongs to another ledger than the anchor beside it")
+        if state.seq == 0:
+            self._begin()
+        elif self._anchor is not None and known is None:
+            self._adopt(state, lost or "missing", accept_lost_anchor)
+
+    def _begin(self) -> None:
+        with self.transaction() as draft:
+            if draft.state.seq == 0:
+                draft.add(
+                    chain.GENESIS, detail=canonical_json({"ledger_id": secrets.token_hex(16), "format": 1})
+                )
+
+    def _adopt(self, state: LedgerState, what: str, accepted: bool) -> None:
+        anchor = self._anchor
+        if anchor is None or (self.store.read_only and state.seq == 1):
+            return
+        if self.store.read_only:
+            state.conditions["the anchor is missing: a rollback to an older copy cannot be excluded"] = None
+        elif state.seq == 1:
+            anchor.write(state.seq, state.mac, state.ledger_id)
+        elif not accepted:
+            raise LedgerIntegrityError(
+                f"ledger anchor {anchor.path}: missing beside a used ledger, so an older copy may have been put back; "
+                "put the anchor back, or compare the head with the last report or the server's mirror and "
+                "accept it with accept_lost_anchor (this is recorded)"
+            )
+        else:
+            text = f"the anchor was {what} and was accepted anew; a rollback before that cannot be excluded"
+            with self.transaction() as draft:
+                draft.add(chain.NOTE, detail=canonical_json({"conditions": [text]}))
+
+    @property
+    def state(self) -> LedgerState:
+        """The working state at the last transaction (caught up by `refresh`)."""
+        if self._state is None:
+            return self.refresh()
+        return self._state
+
+    def refresh(self) -> LedgerState:
+        """Catch up with the database and return the working state."""
+        with self.store.read() as connection:
+            return self.sync(connection)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Draft]:
+        """Open the one write transaction; entries of the draft are durable on leaving.
+
+        Raises:
+            LedgerError: if it cannot be written; nothing of the draft counts then.
+            LedgerIntegrityError: if the ledger is damaged or not the one that was opened.
+        """
+        try:
+            with self.store.write() as connection:
+                state = self.sync(connection)
+                draft = Draft(state, self.now(state), connection)
+                self._note_clock(draft)
+                body = self._snapshot(draft)
+                yield draft
+                self._insert(connection, draft, body)
+        except BaseException:
+            self._state = None  # rebuilt from the database: what was not committed is forgotten
+            raise
+        if draft.entries:
+            self._floor = (state.seq, state.mac)
+            if self._anchor is not None:
+                self._anchor.write(state.seq, state.mac, state.ledger_id)
+
+    def now(self, state: LedgerState) -> int:
+        """Return milliseconds since the epoch, never before the last entry."""
+        return max(int(self._clock() * 1000), state.last_at)
+
+    def _note_clock(self, draft: Draft) -> None:
+        behind = draft.state.last_at / 1000 - self._clock()
+        if behind > CLOCK_TOLERANCE_SECONDS and not self._clock_noted:
+            self._clock_noted = True
+            text = f"the clock was {int(behind)} s behind the ledger after entry {draft.state.seq}; that time counts"
+            draft.add(chain.NOTE, detail=canonical_json({"conditions": [text]}))
+
+    @staticmethod
+    def _snapshot(draft: Draft) -> tuple[int, bytes] | None:
+        state = draft.state
+        if state.seq - state.snapshot_seq < SNAPSHOT_EVERY:
+            return None
+        body = state.dump()
+        seq = draft.add(chain.SNAPSHOT, digest=hashlib.sha256(body).hexdigest())
+        return seq, zlib.compress(body, 6)
+
+    @staticmethod
+    def _insert(connection: sa.Connection, draft: Draft, body: tuple[int, bytes] | None) -> None:
+        if draft.accounts:
+            connection.execute(sa.insert(accounts), draft.accounts)
+        if draft.events:
+            connection.execute(sa.insert(events), draft.events)
+        if draft.entries:
+            connection.execute(_INSERT_ENTRIES, [entry._asdict() for entry in draft.entries])
+        if body is not None:
+            connection.execute(sa.insert(snapshots), {"seq": body[0], "body": body[1]})
+
+    def sync(self, connection: sa.Connection) -> LedgerState:
+        """Bring the working state to the database's last entry, checking every link on the way.
+
+        Raises:
+            LedgerIntegrityError: if the database is older than what this process or the anchor
+                knows, or a link does not hold.
+        """
+        last = connection.execute(
+            sa.select(entries.c.seq, entries.c.mac).order_by(entries.c.seq.desc()).limit(1)
+        ).first()
+        seq, mac = (0, chain.ZERO_MAC) if last is None else (int(last[0]), bytes(last[1]))
+        state = self._state
+        if state is not None and state.seq == seq:
+            if state.mac != mac:
+                raise integrity_error(seq, "was exchanged")
+            return state
+        if seq < self._floor[0]:
+            self._state = None
+            raise LedgerIntegrityError(
+                f"ledger {self.store.location}: ends at entry {seq}, but entry {self._floor[0]} is known to exist; "
+                "an older copy was put back or entries were removed; restore the newest ledger "
+                "(the difference counts as spent)"
+            )
+        self._state = None
+        if state is None:
+            state = LedgerState(self._key)
+        self._catch_up(connection, state)
+        self._check_floor(connection)
+        self._state = state
+        return state
+
+    def _catch_up(self, connection: sa.Connection, state: LedgerState, *, whole: bool = False) -> None:
+        self._define(connection, state)
+        if state.seq == 0 and not whole:
+            self._load_snapshot(connection, state)
+        rows = connection.execution_options(yield_per=10_000).execute(
+            sa.select(entries).where(entries.c.seq > state.seq).order_by(entries.c.seq)
+        )
+        state.replay(map(Entry._make, rows))
+
+    @staticmethod
+    def _define(connection: sa.Connection, state: LedgerState) -> None:
+        rows = connection.execute(
+            sa.select(accounts).where(accounts.c.id > len(state.accounts)).order_by(accounts.c.id)
+        )
+        for number, client, dataset in rows:
+            state.define_account(number, Account(client, dataset))
+        for row in connection.execute(
+            sa.select(events).where(events.c.id > len(state.event_ids)).order_by(events.c.id)
+        ):
+            state.define_event(*row)
+
+    @staticmethod
+    def _load_snapshot(connection: sa.Connection, state: LedgerState) -> None:
+        found = connection.execute(
+            sa.select(snapshots.c.seq, snapshots.c.body, entries.c.digest)
+            .join(entries, entries.c.seq == snapshots.c.seq)
+            .order_by(snapshots.c.seq.desc())
+            .limit(1)
+        ).first()
+        if found is None:
+            return
+        try:
+            body = zlib.decompress(found[1])
+        except zlib.error as error:
+            raise integrity_error(found[0], "has a damaged snapshot") from error
+        if hashlib.sha256(body).hexdigest() != found[2]:
+            raise integrity_error(found[0], "has an edited snapshot")
+        state.load(body)
+        if state.seq != found[0] - 1:
+            raise integrity_error(found[0], "has another entry's snapshot")
+
+    def _check_floor(self, connection: sa.Connection) -> None:
+        seq, mac = self._floor
+        if seq == 0:
+            return
+        found = self.link_at(connection, seq)
+        if found != mac:
+            raise integrity_error(
+                seq, "differs from the one that is known; this is another branch or an edited copy"
+            )
+
+    @staticmethod
+    def link_at(connection: sa.Connection, seq: int) -> bytes | None:
+        """Return the stored link of one entry, or None."""
+        value = connection.execute(sa.select(entries.c.mac).where(entries.c.seq == seq)).scalar()
+        return None if value is None else bytes(value)
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> LedgerState:
+        """Check pages, every link and every snapshot from the first entry on; return the replayed state.
+
+        Raises:
+            LedgerIntegrityError: at the first fault.
+        """
+        self.store.integrity_check()
+        state = LedgerState(self._key)
+        with self.store.read() as connection:
+            self._define(connection, state)
+            marks = list(
+                connection.execute(sa.select(snapshots.c.seq, snapshots.c.body).order_by(snapshots.c.seq))
+            )
+            rows = connection.execution_options(yield_per=10_000).execute(
+                sa.select(entries).order_by(entries.c.seq)
+            )
+            stream = map(Entry._make, rows)
+            for mark, body in marks:
+                state.replay(_until(stream, mark - 1, state.seq))
+                if progress is not None:
+                    progress(state.seq)
+                if state.dump() != zlib.decompress(body):
+                    raise integrity_error(
+                        mark, "has a snapshot that does not follow from the entries before it"
+                    )
+            state.replay(stream)
+            self._check_floor(connection)
+        if state.seq < self._floor[0]:
+            raise integrity_error(state.seq + 1, "is missing though it is known to exist")
+        return state
+
+
+def _until(stream: Iterator[Entry], last: int, done: int) -> Iterator[Entry]:
+    for _ in range(last - done):
+        entry = next(stream, None)
+        if entry is None:
+            return
+        yield entry

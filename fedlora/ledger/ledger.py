@@ -1,0 +1,326 @@
+"""The ledger: reserve before data is touched, commit what ran, report what was spent.
+
+Order of things (each arrow is durable before the next starts):
+
+```
+projected epsilon -> refuse | reserve -> read data, train -> commit -> send
+```
+
+Formal guarantee: at every moment, including after a crash at any point, each account's reported
+epsilon is an upper bound for the composition of all events whose noise was ever drawn under a
+reservation, because a reservation counts in full from the moment it is durable, and noise is
+drawn only after that. Only `commit` of fewer steps than reserved and `release_unused` lower a
+charge, and both say that nothing was noised for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fedlora.errors import LedgerError, LedgerIntegrityError
+from fedlora.ledger import chain
+from fedlora.ledger.anchor import Anchor
+from fedlora.ledger.journal import Journal
+from fedlora.ledger.projection import Projector
+from fedlora.ledger.replies import ReplyStore
+from fedlora.ledger.reports import VerifyReport, make_report, round_rows, verify_report
+from fedlora.ledger.reserving import Reserver, amend
+from fedlora.ledger.settling import CommitItem, Settler, as_commit_request
+from fedlora.ledger.state import LedgerState
+from fedlora.ledger.store import Store, is_url
+from fedlora.ledger.types import (
+    Account,
+    Budget,
+    Clock,
+    LedgerReport,
+    Pending,
+    Refusal,
+    Reservation,
+    ReserveRequest,
+    RoundRow,
+)
+
+
+class Ledger:
+    """Durable budgets of any number of accounts, runs and data sets. Made by `open_ledger`."""
+
+    def __init__(self, journal: Journal, replies: ReplyStore | None) -> None:
+        """Wrap an open journal; `replies` keeps the last reply's bytes."""
+        self._journal = journal
+        self._replies = replies
+        self._releasable: set[int] = set()
+        self._remembered: tuple[LedgerState, Projector] | None = None
+
+    def __enter__(self) -> Self:
+        """Return the ledger."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the ledger."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the database; open reservations stay spent."""
+        self._journal.store.close()
+
+    def reserve(self, requests: Iterable[ReserveRequest]) -> list[Reservation | Refusal]:
+        """Reserve a whole cohort in one durable transaction; a refusal of one never affects others.
+
+        Args:
+            requests: one per account and round.
+
+        Returns: one outcome per request, in order.
+
+        Raises:
+            LedgerError: if nothing could be written; then nothing may be released for any of them.
+            LedgerIntegrityError: if the ledger is damaged or rolled back.
+        """
+        items = list(requests)
+        with self._journal.transaction() as draft:
+            outcomes = Reserver(draft, self._projector(draft.state)).run(items)
+        self._releasable.update(item.seq for item in outcomes if isinstance(item, Reservation))
+        return outcomes
+
+    def reserve_one(self, request: ReserveRequest) -> Reservation:
+        """Reserve for one account, or raise the refusal's error.
+
+        Raises:
+            BudgetExceededError: if the projected epsilon is above the budget.
+            DuplicateRoundError: if the round was reserved before; `reply_digest` tells what was sent.
+            LedgerError: if the terms differ from the ledger's, or nothing could be written.
+            UnsupportedEventError: if the event cannot pay for a release.
+        """
+        outcome = self.reserve([request])[0]
+        if isinstance(outcome, Refusal):
+            raise outcome.error
+        return outcome
+
+    def mark_started(self, reservations: Iterable[Reservation]) -> None:
+        """Declare that data is about to be touched: from here on nothing can be released unused."""
+        self._releasable.difference_update(item.seq for item in reservations)
+
+    def commit(self, items: Iterable[CommitItem]) -> None:
+        """Record what ran: (reservation, steps taken, event that ran, reply digest) each.
+
+        Steps come from the optimiser's own counter and the event from the object that ran. Fewer
+        steps than reserved (but at least 1) may be committed if nothing was noised for the rest.
+
+        Raises:
+            LedgerError: if more steps ran than were reserved, another event ran, or a reservation
+                is not open. The reservation stays spent, the excess is charged on top, and the
+                other items are committed; nothing of the faulty ones may be sent.
+        """
+        requests = [as_commit_request(item) for item in items]
+        self.mark_started(request.reservation for request in requests)
+        with self._journal.transaction() as draft:
+            faults = Settler(draft).commit(requests)
+        if faults:
+            raise LedgerError("; ".join(faults))
+
+    def abandon(self, reservations: Iterable[Reservation | Pending]) -> None:
+        """Close reservations whose round failed: they stay charged in full.
+
+        Raises:
+            LedgerError: if one of them is not open (the others are abandoned).
+        """
+        chosen = list(reservations)
+        self._releasable.difference_update(item.seq for item in chosen)
+        with self._journal.transaction() as draft:
+            faults = Settler(draft).abandon([item.seq for item in chosen])
+        if faults:
+            raise LedgerError("; ".join(faults))
+
+    def release_unused(self, reservations: Iterable[Reservation]) -> None:
+        """Take reservations back whose data was never touched.
+
+        Only the very object that reserved may do so, and only before `mark_started`: after a
+        crash nobody can, so a crash always counts as spent.
+
+        Raises:
+            LedgerError: if one of them was started, settled or reserved elsewhere (none is released).
+        """
+        seqs = [item.seq for item in reservations]
+        if not self._releasable.issuperset(seqs):
+            raise LedgerError(
+                "release of a reservation: got one that was started, settled or made by another process; "
+                "allowed: reservations of this object before mark_started; abandon it instead (it stays spent)"
+            )
+        with self._journal.transaction() as draft:
+            faults = Settler(draft).release(seqs)
+        self._releasable.difference_update(seqs)
+        if faults:
+            raise LedgerError("; ".join(faults))
+
+    def amend_budget(self, account: Account, budget: Budget, *, reason: str) -> None:
+        """Change an account's terms for the future, by its owner; all events are kept and recomputed.
+
+        Raises:
+            LedgerError: if the unit of a used account would change, or `reason` is empty.
+        """
+        with self._journal.transaction() as draft:
+            amend(draft, account, budget, reason)
+
+    def report(
+        self, account: Account, delta: float | None = None, *, with_rounds: bool = True
+    ) -> LedgerReport:
+        """Return what an account spent, recomputed from its events.
+
+        Args:
+            account: whose.
+            delta: report at this delta instead of the budget's (all events are recomputed).
+            with_rounds: also list one row per reservation.
+
+        Raises:
+            LedgerError: if the account is unknown.
+        """
+        with self._journal.store.read() as connection:
+            state = self._journal.sync(connection)
+            rows = round_rows(connection, state, account) if with_rounds else ()
+            return make_report(state, self._projector(state), account, delta, rows, self._journal.now(state))
+
+    def rounds(self, account: Account) -> tuple[RoundRow, ...]:
+        """Return one row per reservation of an account, in order."""
+        with self._journal.store.read() as connection:
+            return round_rows(connection, self._journal.sync(connection), account)
+
+    def accounts(self) -> tuple[Account, ...]:
+        """Return all accounts, sorted."""
+        return tuple(sorted(self._journal.refresh().account_ids))
+
+    def pending(self, run_id: str | None = None) -> tuple[Pending, ...]:
+        """Return open reservations (after a crash: what was spent without a commit)."""
+        found = self._journal.refresh().pending.values()
+        return tuple(item for item in found if run_id is None or item.run_id == run_id)
+
+    @property
+    def ledger_id(self) -> str:
+        """Random identity of this ledger, 32 hex digits (PUBLIC)."""
+        return self._journal.state.ledger_id
+
+    def head(self) -> str:
+        """Return the chain head, 80 hex digits; keep it elsewhere to detect an old copy."""
+        return self._journal.refresh().head
+
+    def known_head_check(self, head: str) -> None:
+        """Check that a head known elsewhere lies on this ledger's chain.
+
+        Raises:
+            LedgerIntegrityError: if this ledger is older than the head or another branch.
+        """
+        seq, mac = chain.decode_head(head)
+        with self._journal.store.read() as connection:
+            self._journal.sync(connection)
+            found = self._journal.link_at(connection, seq)
+        if found != mac:
+            what = (
+                "does not reach it: an older copy was put back" if found is None else "went another way there"
+            )
+            raise LedgerIntegrityError(
+                f"ledger {self._journal.store.location}: a head known elsewhere is at entry {seq}, but this ledger "
+                f"{what}; restore the newest ledger (the difference counts as spent)"
+            )
+
+    def verify(self) -> VerifyReport:
+        """Check pages, every link, every snapshot and every entry's meaning from the first entry on.
+
+        Raises:
+            LedgerIntegrityError: at the first fault.
+        """
+        return verify_report(self._journal.verify())
+
+    def store_reply(self, reservation: Reservation, reply: bytes) -> str:
+        """Keep the reply of one round durably (one per account and run) and return its sha256.
+
+        Raises:
+            LedgerError: if there is no place for replies or it cannot be written.
+        """
+        return self._reply_store().store(reservation, reply)
+
+    def load_reply(self, account: Account, run_id: str, server_round: int) -> bytes | None:
+        """Return the committed reply of one round, or None if it is not kept (then the round is refused).
+
+        Raises:
+            LedgerIntegrityError: if the kept bytes differ from the committed digest.
+        """
+        digest = next(
+            (
+                row.reply_digest
+                for row in reversed(self.rounds(account))
+                if (row.run_id, row.server_round, row.state) == (run_id, server_round, "committed")
+            ),
+            "",
+        )
+        return self._reply_store().load(account, run_id, server_round, digest) if digest else None
+
+    def _reply_store(self) -> ReplyStore:
+        if self._replies is None:
+            raise LedgerError(
+                "ledger replies: no folder for a ledger behind a URL; pass replies= to open_ledger"
+            )
+        return self._replies
+
+    def _projector(self, state: LedgerState) -> Projector:
+        # Event numbers mean something only within one working state, so a rebuilt state starts anew.
+        if self._remembered is None or self._remembered[0] is not state:
+            self._remembered = (state, Projector(state.event))
+        return self._remembered[1]
+
+
+def open_ledger(
+    location: str | os.PathLike[str],
+    *,
+    secret: bytes,
+    create: bool = True,
+    read_only: bool = False,
+    anchor: str | os.PathLike[str] | None = None,
+    replies: str | os.PathLike[str] | None = None,
+    clock: Clock = time.time,
+    accept_lost_anchor: bool = False,
+) -> Ledger:
+    """Open (or create) a ledger and check it.
+
+    Args:
+        location: path of a SQLite file, or a SQLAlchemy URL such as postgresql+psycopg://...
+        secret: the client's key (see `load_or_create_secret`), SENSITIVE.
+        create: make a new ledger if there is none.
+        read_only: report only.
+        anchor: file that remembers the newest head (default for a SQLite file: `<file>.anchor`;
+            better a path outside the ledger's backups).
+        replies: folder for the last replies (default for a SQLite file: `<file>.replies`).
+        clock: seconds since the epoch; entries never go back in time whatever it says.
+        accept_lost_anchor: go on although the anchor is gone; recorded in the ledger and all reports.
+
+    Raises:
+        LedgerError: if it cannot be opened.
+        LedgerIntegrityError: if it is damaged, edited, rolled back, or from a newer library.
+    """
+    text = os.fspath(location)
+    chain.derive_key(secret, "check")
+    path = None if is_url(text) and not text.startswith("sqlite") else Store._path_of(text)
+    anchor_path = Path(anchor) if anchor is not None else (None if path is None else Path(f"{path}.anchor"))
+    if path is not None and not path.exists() and anchor_path is not None and anchor_path.exists():
+        raise LedgerIntegrityError(
+            f"ledger {path}: the file is missing but its anchor {anchor_path} is here; put the ledger back "
+            "(starting anew would forget what was spent)"
+        )
+    store = Store(text, create=create, read_only=read_only)
+    try:
+        journal = Journal(
+            store,
+            secret,
+            anchor=None if anchor_path is None else Anchor(anchor_path, secret),
+            clock=clock,
+            accept_lost_anchor=accept_lost_anchor,
+        )
+    except BaseException:
+        store.close()
+        raise
+    folder = Path(replies) if replies is not None else (None if path is None else Path(f"{path}.replies"))
+    return Ledger(journal, None if folder is None else ReplyStore(folder))
