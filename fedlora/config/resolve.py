@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -38,14 +39,12 @@ class Accounting(Protocol):
         """Return (upper bound on epsilon of the whole run, the accountant's name)."""
 
     def calibrate(self, make: Callable[[float], Event], config: FedLoraConfig) -> float:
-        """Return the least noise multiplier found whose whole run stays within the target."""
+        """Return the least noise multiplier found whose whole run (`total_steps` of `make`) meets the target."""
 
 
 def canonical_json(config: FedLoraConfig) -> str:
     """Return the canonical text of a configuration: sorted keys, defaults filled in, no spaces."""
-    return json.dumps(
-        config_container(config), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
+    return json.dumps(config_container(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def config_hash(config: FedLoraConfig) -> str:
@@ -101,7 +100,9 @@ def derive_noise(
         raise PrivacyParameterError("privacy: neither target_epsilon nor noise_multiplier is given")
     filled = with_noise(config, sigma)
     epsilon, name = tool.epsilon(make_event(filled).times(steps), filled)
-    if given == "target_epsilon" and not (epsilon <= (privacy.target_epsilon or 0.0) * (1 + EPSILON_TOLERANCE)):
+    if given == "target_epsilon" and not (
+        epsilon <= (privacy.target_epsilon or 0.0) * (1 + EPSILON_TOLERANCE)
+    ):
         raise PrivacyParameterError(
             f"privacy.target_epsilon: noise {sigma:.4g} gives epsilon {epsilon:.6g}, above the target "
             f"{privacy.target_epsilon}; raise the target or take fewer rounds"
@@ -120,9 +121,7 @@ def _with_derived(config: FedLoraConfig, derived: Mapping[str, Any]) -> FedLoraC
     return config_from_container({**config_container(config), "derived": dict(derived)})
 
 
-def check_derived(
-    config: FedLoraConfig, make_event: MakeEvent, accounting: Accounting | None = None
-) -> None:
+def check_derived(config: FedLoraConfig, make_event: MakeEvent, accounting: Accounting | None = None) -> None:
     """Check a resolved configuration that someone else resolved (a client does, before anything is read).
 
     Raises:
@@ -150,11 +149,35 @@ class _LibraryAccounting:
 
     def epsilon(self, event: Event, config: FedLoraConfig) -> tuple[float, str]:
         """Return (epsilon, accountant's name)."""
-        raise NotImplementedError(f"{event} {config}")
+        from fedlora.accounting import epsilon_of
+
+        privacy = config.privacy
+        if isinstance(privacy, NoPrivacy):
+            return math.inf, "none"
+        report = epsilon_of(
+            event,
+            privacy.target_delta,
+            adjacency=privacy.adjacency,
+            accountant=privacy.accountant,
+            unit=privacy.unit,
+        )
+        return report.epsilon, report.accountant
 
     def calibrate(self, make: Callable[[float], Event], config: FedLoraConfig) -> float:
-        """Return the noise multiplier."""
-        raise NotImplementedError(f"{make} {config}")
+        """Return the noise multiplier at which the whole run's event meets the target."""
+        from fedlora.accounting import calibrate_noise_multiplier
+
+        privacy = config.privacy
+        if isinstance(privacy, NoPrivacy) or privacy.target_epsilon is None:
+            raise PrivacyParameterError("privacy.target_epsilon: missing; there is nothing to calibrate for")
+        steps = total_steps(config)
+        return calibrate_noise_multiplier(
+            lambda noise: make(noise).times(steps),
+            privacy.target_epsilon,
+            privacy.target_delta,
+            adjacency=privacy.adjacency,
+            accountant_name=privacy.accountant,
+        )
 
 
 def to_yaml(config: FedLoraConfig) -> str:

@@ -64,7 +64,7 @@ class SiteDataConfig(Section):
 
     source: Source
     name: Name
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = Field(default_factory=dict)
     template: str | None = None
     group_by: str | None = None
     partition: Annotated[ColumnPartition | FilesPartition, Field(discriminator="kind")] | None = None
@@ -73,7 +73,7 @@ class SiteDataConfig(Section):
 class SiteModelConfig(Section):
     """Where this site finds base models: a name that a run asks for, to a local folder; and the device."""
 
-    paths: dict[str, str] = {}
+    paths: dict[str, str] = Field(default_factory=dict)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -139,11 +139,18 @@ def trainer_problems(container: Mapping[str, Any]) -> list[Problem]:
     problems = []
     units = view("policy.units", ["record"])
     mechanisms = view("policy.mechanisms", [])
-    if isinstance(units, list) and isinstance(mechanisms, list) and units == ["record"] and "none" in mechanisms:
+    if (
+        isinstance(units, list)
+        and isinstance(mechanisms, list)
+        and units == ["record"]
+        and "none" in mechanisms
+    ):
         text = "allows none, which adds no noise per record, but policy.units allows record only; remove it"
         problems.append(Problem("policy.mechanisms", text))
     if isinstance(mechanisms, list) and not mechanisms:
-        problems.append(Problem("policy.mechanisms", "is empty, so nothing could ever run; name at least one"))
+        problems.append(
+            Problem("policy.mechanisms", "is empty, so nothing could ever run; name at least one")
+        )
     return problems
 
 
