@@ -10,7 +10,7 @@ from __future__ import annotations
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client.records import from_record, to_record
+from fedlora.simulation.messages import from_record, to_record
 from fedlora.training.local import find_port
 from fedlora.training.port import Packet, failure_packet
 

@@ -99,5 +99,7 @@ def check_clients(clients: Sequence[str]) -> None:
     seen: set[str] = set()
     for client in clients:
         if client in seen or not client:
-            raise ConfigError(f"round request: client {client!r} is empty or asked twice; ask each client once")
+            raise ConfigError(
+                f"round request: client {client!r} is empty or asked twice; ask each client once"
+            )
         seen.add(client)

@@ -159,9 +159,9 @@ class Trainer:
 
     def _checked_config(self, request: RoundRequest) -> FedLoraConfig:
         session = self._session
-        if session is not None and session.config_hash == request.config_hash:
-            if same_container(session.bench.config, request.config):
-                return session.bench.config
+        known = session is not None and session.config_hash == request.config_hash
+        if session is not None and known and same_container(session.bench.config, request.config):
+            return session.bench.config
         config = read_config(request.config, request.config_hash)
         self._policy.check_config(config)
         return config
@@ -196,7 +196,9 @@ class Trainer:
         answers: dict[str, Admitted | ClientReply] = {}
         for client in request.clients:
             if client not in here:
-                answers[client] = self._failed(client, DataError(f"client {client}: does not live at this node"))
+                answers[client] = self._failed(
+                    client, DataError(f"client {client}: does not live at this node")
+                )
         asked = [client for client in request.clients if client in here]
         granted = self._reserve(session, request, asked)
         for client in asked:
@@ -225,7 +227,9 @@ class Trainer:
         )
         answers = self._keeper.reserve(plan)
         if len(answers) != len(plan):
-            raise LedgerError(f"ledger: {len(answers)} answers to {len(plan)} reservations; nothing is released")
+            raise LedgerError(
+                f"ledger: {len(answers)} answers to {len(plan)} reservations; nothing is released"
+            )
         return dict(zip(clients, answers, strict=True))
 
     def _read(
@@ -238,9 +242,7 @@ class Trainer:
             return self._failed(client, error)
         return Admitted(client, reservation, records, granted)
 
-    def _train(
-        self, session: Session, request: RoundRequest, admitted: Sequence[Admitted]
-    ) -> dict[str, Any]:
+    def _train(self, session: Session, request: RoundRequest, admitted: Sequence[Admitted]) -> dict[str, Any]:
         """Train in groups of equal step counts; a client whose records cannot be read fails alone."""
         done: dict[str, Any] = {}
         for steps in sorted({one.steps for one in admitted}):

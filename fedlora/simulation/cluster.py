@@ -1,0 +1,137 @@
+"""Connect to a Ray cluster, or start one of our own, with every wait bounded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fedlora.config.schema import RayConfig
+from fedlora.errors import ClusterUnreachableError
+
+_CURRENT: Final = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  (Ray's own file)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection to Ray; `own` means that this process started it and must stop it."""
+
+    own: bool
+    namespace: str
+
+
+def probe(address: str, timeout_seconds: float) -> None:
+    """Check that a Ray head answers at host:port, within the bound.
+
+    Raises:
+        ClusterUnreachableError: in one line, with what to do.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout_seconds
+    hint = "start it with 'ray start --head', correct simulation.ray.address, or set it to null"
+    if not host or not port.isdigit():
+        raise ClusterUnreachableError(
+            f"ray.address: got {address!r}; allowed host:port, auto or null; {hint}"
+        )
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout_seconds):
+            pass
+    except OSError as error:
+        raise ClusterUnreachableError(
+            f"ray.address: nothing listens at {address} ({type(error).__name__}); {hint}"
+        ) from None
+    _check_alive(address, max(1.0, deadline - time.monotonic()), hint)
+
+
+def _check_alive(address: str, timeout_seconds: float, hint: str) -> None:
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+    try:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_seconds)
+    except grpc.RpcError as error:
+        code = error.code().name if hasattr(error, "code") else "no answer"
+        if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
+            return  # a Ray head answered; Ray's own client will bring its token
+        raise ClusterUnreachableError(
+            f"ray.address: {address} is not a live Ray head ({code}); {hint}"
+        ) from None
+    finally:
+        channel.close()
+
+
+def resolve_address(address: str) -> str:
+    """Return host:port for "auto" (environment, then Ray's own file) or the address itself.
+
+    Raises:
+        ClusterUnreachableError: if "auto" finds nothing.
+    """
+    if address != "auto":
+        return address.removeprefix("ray://") if address.startswith("ray://") else address
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named and named not in ("auto", "local"):
+        return named
+    try:
+        return _CURRENT.read_text().strip()
+    except OSError:
+        raise ClusterUnreachableError(
+            "ray.address: auto found no cluster on this machine; start one with 'ray start --head' or use null"
+        ) from None
+
+
+def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluster:
+    """Connect to (or start) Ray; an existing connection of this process is used and left alone.
+
+    Args:
+        config: the `simulation.ray` section.
+        workers: CPU slots to start with, if a cluster is started.
+        gpus: GPUs to start with.
+        run_id: becomes the namespace, so that runs side by side do not meet.
+
+    Raises:
+        ClusterUnreachableError: if the address does not answer within the configured bound.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    namespace = f"fedlora-{run_id}"
+    if ray.is_initialized():
+        return Cluster(own=False, namespace=namespace)
+    options: dict[str, Any] = {
+        "namespace": namespace,
+        "include_dashboard": False,
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
+    if config.address is None:
+        # "local" never reads RAY_ADDRESS or a stale address file.
+        ray.init(address="local", num_cpus=workers, num_gpus=gpus if gpus > 0 else None, **options)
+    else:
+        address = resolve_address(config.address)
+        probe(address, config.connect_timeout_seconds)
+        options.pop("include_dashboard")
+        target = config.address if config.address.startswith("ray://") else address
+        try:
+            ray.init(address=target, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ClusterUnreachableError(f"ray.address: cannot join {address}: {text}") from None
+    return Cluster(own=True, namespace=namespace)
+
+
+def disconnect(cluster: Cluster) -> None:
+    """Leave the cluster; stops it only if this process started it."""
+    if not cluster.own:
+        return
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()

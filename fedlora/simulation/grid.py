@@ -1,0 +1,221 @@
+"""Flower's Grid without Flower's runtime: messages go to nodes that fedlora hosts itself.
+
+`InProcessGrid` runs the nodes in the driver (tests, tiny runs); `RayGrid` (its own module) runs them
+in Ray actors. Both hand the very same messages to the very same ClientApp as a deployment does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedlora.errors import SimulationError
+from fedlora.names import META
+from fedlora.simulation.host import NodeHost, NodeSpec, Readiness
+from fedlora.simulation.identity import SERVER_NODE, assume_identity, make_run, number_message
+from fedlora.simulation.messages import HEADER
+from fedlora.simulation.spending import Spending
+from fedlora.training.charging import Grant
+
+_LOG = logging.getLogger(__name__)
+NODE_LOST = 5
+"""Flower's error code for a node that went away."""
+MAX_ATTEMPTS = 2
+"""A message is given to a node at most so many times (a second time only if its worker died)."""
+
+
+@dataclass
+class Pending:
+    """A message on its way: where it went, with which grants, how often."""
+
+    message: Message
+    grants: Sequence[Grant]
+    attempts: int = 1
+    handle: Any = None
+    pushed_at: float = field(default_factory=time.monotonic)
+
+
+class HostedGrid(Grid):
+    """What both grids share: message numbers, charging, bounded waiting, error replies by name.
+
+    Args:
+        specs: one per node.
+        spending: the driver's ledger.
+        default_timeout: bound of every wait that is not given one, in seconds.
+    """
+
+    def __init__(self, specs: Sequence[NodeSpec], spending: Spending, default_timeout: float) -> None:
+        """Take the part of the server's node in Flower's messages."""
+        if not specs:
+            raise SimulationError("grid: no nodes; a simulation needs at least one worker")
+        self._specs = {spec.node_id: spec for spec in specs}
+        self._spending = spending
+        self._default_timeout = default_timeout
+        self._pending: dict[str, Pending] = {}
+        self._run = make_run(specs[0].run_number)
+        self.replaced_workers = 0
+        assume_identity(specs[0].run_number, SERVER_NODE)
+
+    # -- Flower's interface ----------------------------------------------------------------------
+
+    def set_run(self, run: Any) -> None:
+        """Accept Flower's call; the run is fixed at construction."""
+        del run
+
+    @property
+    def run(self) -> Any:
+        """Flower's record of the run."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Make a message (Flower's older way)."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes' numbers."""
+        return tuple(self._specs)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Reserve for all messages in one transaction, then send them."""
+        self._ensure_ready()
+        numbered = {}
+        for message in messages:
+            message_id = uuid.uuid4().hex
+            numbered[message_id] = number_message(message, message_id)
+        headers = {key: packet_header(message) for key, message in numbered.items()}
+        grants = self._spending.reserve(headers)
+        for key, message in numbered.items():
+            self._pending[key] = pending = Pending(message, grants[key])
+            self._submit(pending)
+        return tuple(numbered)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there, without waiting."""
+        return self._collect([key for key in message_ids if key in self._pending], 0.0)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send and wait, never longer than the bound; whoever is late gets an error reply by name."""
+        bound = self._default_timeout if timeout is None else timeout
+        keys = list(self.push_messages(messages))
+        deadline = time.monotonic() + bound
+        replies: list[Message] = []
+        while keys:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                break
+            replies.extend(self._collect(keys, min(remaining, 1.0)))
+            keys = [key for key in keys if key in self._pending]
+        replies.extend(self._give_up(key, bound) for key in keys)
+        return replies
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _give_up(self, key: str, bound: float) -> Message:
+        pending = self._pending.pop(key)
+        node = pending.message.metadata.dst_node_id
+        self._abandon(pending)
+        return self._error_reply(pending.message, f"node {node}: no reply within {bound:.0f} s")
+
+    @staticmethod
+    def _error_reply(message: Message, reason: str) -> Message:
+        _LOG.warning("%s", reason)
+        return Message(Error(code=NODE_LOST, reason=reason), reply_to=message)
+
+    @abstractmethod
+    def _ensure_ready(self) -> None:
+        """Wait (bounded) until the nodes have loaded their models; set the spending's event."""
+
+    @abstractmethod
+    def _submit(self, pending: Pending) -> None:
+        """Hand a message to its node."""
+
+    @abstractmethod
+    def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
+        """Return finished replies among `keys`, waiting at most so long for the first."""
+
+    @abstractmethod
+    def _abandon(self, pending: Pending) -> None:
+        """Make the node usable again after a message was given up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop every node; safe to call twice."""
+
+
+def packet_header(message: Message) -> Mapping[str, Any]:
+    """Return the header of the packet in a message, or an empty one for foreign messages."""
+    content = message.content
+    if META not in content or HEADER not in content[META]:
+        return {}
+    header: Mapping[str, Any] = json.loads(str(content[META][HEADER]))
+    return header
+
+
+def agree_on_event(readiness: Sequence[Readiness]) -> Mapping[str, Any]:
+    """Return the one event that all nodes derived.
+
+    Raises:
+        SimulationError: if they differ.
+    """
+    events = {json.dumps(one.event, sort_keys=True) for one in readiness}
+    if len(events) != 1:
+        raise SimulationError("workers derived different accounting events; all must run the same code")
+    return readiness[0].event
+
+
+class InProcessGrid(HostedGrid):
+    """All nodes in the driver's process, one after the other."""
+
+    def __init__(self, specs: Sequence[NodeSpec], spending: Spending, default_timeout: float) -> None:
+        """Set the hosts up."""
+        super().__init__(specs, spending, default_timeout)
+        self._hosts = {spec.node_id: NodeHost(spec, own_process=False) for spec in specs}
+        self._ready = False
+
+    def _ensure_ready(self) -> None:
+        if self._ready:
+            return
+        from fedlora.accounting import Event
+
+        readiness = [host.prepare() for host in self._hosts.values()]
+        self._spending.event = Event.from_json(agree_on_event(readiness))
+        self._ready = True
+
+    def _submit(self, pending: Pending) -> None:
+        host = self._hosts[pending.message.metadata.dst_node_id]
+        pending.handle = host.process(pending.message, pending.grants)
+
+    def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
+        del wait_seconds
+        replies = []
+        for key in keys:
+            reply, commits = self._pending.pop(key).handle
+            self._spending.commit(commits)
+            replies.append(reply)
+        return replies
+
+    def _abandon(self, pending: Pending) -> None:
+        del pending
+
+    def close(self) -> None:
+        """Forget the hosts."""
+        for host in self._hosts.values():
+            host.close()

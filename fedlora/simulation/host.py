@@ -1,0 +1,133 @@
+"""One node of a simulation: a trainer with its share of the logical clients, behind the real ClientApp."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Context, Message, RecordDict
+
+from fedlora.config import config_from_container
+from fedlora.errors import SimulationError
+from fedlora.ledger.types import CommitRequest
+from fedlora.simulation.appdir import code_hash, load_module
+from fedlora.simulation.identity import assume_identity
+from fedlora.training.charging import Grant, GrantKeeper
+from fedlora.training.local import register_port, unregister_port
+from fedlora.training.port import LocalPort
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What a worker needs to become a node; the rows themselves are read by the worker.
+
+    Attributes:
+        node_id: Flower's number of the node.
+        run_number: Flower's number of the run.
+        app_dir: directory of the Flower app.
+        code_hash: hash of that app as the driver sees it.
+        container: resolved configuration as plain values.
+        config_hash: its hash.
+        parts: logical client id to the positions of its rows.
+        threads: CPU threads of this worker.
+    """
+
+    node_id: int
+    run_number: int
+    app_dir: str
+    code_hash: str
+    container: Mapping[str, Any]
+    config_hash: str
+    parts: Mapping[str, npt.NDArray[np.int64]]
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """PUBLIC. What a node knows once its model is loaded."""
+
+    node_id: int
+    event: Mapping[str, Any]
+    pid: int
+    peak_rss_mb: float
+
+
+class NodeHost:
+    """Runs inside a Ray actor (or in the driver, for tests)."""
+
+    def __init__(self, spec: NodeSpec, *, own_process: bool = True) -> None:
+        """Check the app's code, load the ClientApp and set the trainer up; no model is loaded yet."""
+        self._spec = spec
+        self._own_process = own_process
+        if own_process:
+            self._quiet(spec.threads)
+        app_dir = Path(spec.app_dir)
+        found = code_hash(app_dir)
+        if found != spec.code_hash:
+            raise SimulationError(
+                f"app: the worker sees other code in {app_dir} ({found[:12]}) than the driver "
+                f"({spec.code_hash[:12]}); put the same version on every machine"
+            )
+        self._app = load_module(app_dir, "client.app").app
+        self._keeper = GrantKeeper()
+        self._config = config_from_container(spec.container)
+        self._trainer = self._make_trainer()
+        register_port(spec.node_id, LocalPort(self._trainer))
+        self._context = Context(
+            run_id=spec.run_number, node_id=spec.node_id, node_config={}, state=RecordDict(), run_config={}
+        )
+
+    @staticmethod
+    def _quiet(threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        logging.getLogger("flwr").setLevel(logging.WARNING)
+
+    def _make_trainer(self) -> Any:
+        from fedlora.data import load_rows
+        from fedlora.training.policy import Policy
+        from fedlora.training.replies import NoReplies
+        from fedlora.training.shelf import RowShelf
+        from fedlora.training.trainer import Trainer
+
+        data = self._config.data
+        shelf = RowShelf(lambda: load_rows(data), self._spec.parts)
+        return Trainer(shelf, Policy.simulation(), self._keeper, replies=NoReplies(), timings=True)
+
+    def prepare(self) -> Readiness:
+        """Load the base model; return the accounting event of one step."""
+        import resource
+
+        event = self._trainer.prepare(self._config, self._spec.config_hash)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return Readiness(self._spec.node_id, event.to_json(), os.getpid(), peak)
+
+    def process(self, message: Message, grants: Sequence[Grant]) -> tuple[Message, list[CommitRequest]]:
+        """Answer one Flower message with the ClientApp.
+
+        Args:
+            message: what the server sent.
+            grants: reservations that the driver made for this message's clients.
+
+        Returns:
+            The reply and the commits that the driver must record before it hands the reply on.
+        """
+        if self._own_process:
+            assume_identity(self._spec.run_number, self._spec.node_id)
+        self._keeper.hand_over(grants)
+        reply = self._app(message, self._context)
+        return reply, self._keeper.take_commits()
+
+    def close(self) -> None:
+        """Forget the trainer."""
+        unregister_port(self._spec.node_id)

@@ -1,0 +1,202 @@
+"""RayGrid: Flower's Grid on Ray actors; each actor is a node that hosts many logical clients.
+
+Dead workers are replaced; their message is given to the new worker once (nothing of it was released,
+its reservation is already spent) and fails by name after that. Every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flwr.app import Message
+
+from fedlora.accounting import Event
+from fedlora.config.schema import RayConfig
+from fedlora.errors import FedLoraError, SimulationError
+from fedlora.simulation.cluster import Cluster, connect, disconnect
+from fedlora.simulation.grid import MAX_ATTEMPTS, HostedGrid, Pending, agree_on_event
+from fedlora.simulation.host import NodeHost, NodeSpec, Readiness
+from fedlora.simulation.spending import Spending
+
+_LOG = logging.getLogger(__name__)
+START_SECONDS = 600.0
+"""Bound of a worker's start (imports and loading the base model)."""
+
+
+class RayGrid(HostedGrid):
+    """Nodes as Ray actors.
+
+    Args:
+        specs: one per worker.
+        spending: the driver's ledger.
+        config: the `simulation.ray` section.
+        run_id: name of the run (Ray namespace).
+        default_timeout: bound of every wait that is not given one, in seconds.
+        start_seconds: bound of a worker's start.
+
+    Raises:
+        ClusterUnreachableError: if the cluster does not answer.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[NodeSpec],
+        spending: Spending,
+        config: RayConfig,
+        run_id: str,
+        default_timeout: float,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        """Connect, and start all workers at once without waiting for them."""
+        super().__init__(specs, spending, default_timeout)
+        self._config, self._start_seconds = config, start_seconds
+        cpus = sum(spec.threads for spec in specs)
+        self._cluster: Cluster | None = connect(config, cpus, config.gpus_per_worker * len(specs), run_id)
+        self._actors: dict[int, Any] = {}
+        self._preparing: dict[int, Any] = {}
+        try:
+            for spec in specs:
+                self._start(spec)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, spec: NodeSpec) -> None:
+        import ray
+
+        threads = str(spec.threads)
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+        environment = dict.fromkeys(names, threads)
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "FLWR_TELEMETRY_ENABLED": "0"}
+        for name in ("HF_HUB_OFFLINE", "HF_HOME", "PYTHONPATH"):
+            if name in os.environ:
+                environment[name] = os.environ[name]
+        remote = ray.remote(NodeHost).options(
+            num_cpus=spec.threads,
+            num_gpus=self._config.gpus_per_worker,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": environment},
+        )
+        self._actors[spec.node_id] = actor = remote.remote(spec)
+        self._preparing[spec.node_id] = actor.prepare.remote()
+
+    def _ensure_ready(self) -> None:
+        import ray
+
+        if not self._preparing:
+            return
+        references = list(self._preparing.values())
+        try:
+            readiness: list[Readiness] = ray.get(references, timeout=self._start_seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise SimulationError(
+                f"workers: not ready within {self._start_seconds:.0f} s; the cluster may lack free CPUs or GPUs"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, FedLoraError) else None
+            if cause is not None:
+                raise cause from None
+            raise SimulationError(f"worker: could not start ({_first_line(error)})") from None
+        except ray.exceptions.RayError as error:
+            raise SimulationError(f"worker: died while starting ({_first_line(error)})") from None
+        self._preparing = {}
+        event = Event.from_json(agree_on_event(readiness))
+        if self._spending.event is not None and self._spending.event.key() != event.key():
+            raise SimulationError(
+                "a replaced worker derived another accounting event; stop and check its code"
+            )
+        self._spending.event = event
+
+    def _submit(self, pending: Pending) -> None:
+        actor = self._actors[pending.message.metadata.dst_node_id]
+        pending.handle = actor.process.remote(pending.message, list(pending.grants))
+
+    def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
+        import ray
+
+        by_reference = {self._pending[key].handle: key for key in keys}
+        finished, _ = ray.wait(list(by_reference), num_returns=1, timeout=wait_seconds)
+        if finished:
+            finished, _ = ray.wait(list(by_reference), num_returns=len(by_reference), timeout=0)
+        replies = []
+        for reference in finished:
+            reply = self._finish(by_reference[reference], reference)
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+    def _finish(self, key: str, reference: Any) -> Message | None:
+        import ray
+
+        pending = self._pending[key]
+        node_id = pending.message.metadata.dst_node_id
+        try:
+            reply, commits = ray.get(reference, timeout=self._default_timeout)
+        except (
+            ray.exceptions.RayActorError,
+            ray.exceptions.OutOfMemoryError,
+            ray.exceptions.WorkerCrashedError,
+        ):
+            return self._after_death(key, pending, node_id)
+        except ray.exceptions.RayError as error:
+            del self._pending[key]
+            return self._error_reply(pending.message, f"node {node_id}: {_first_line(error)}")
+        del self._pending[key]
+        self._spending.commit(commits)
+        result: Message = reply
+        return result
+
+    def _after_death(self, key: str, pending: Pending, node_id: int) -> Message | None:
+        self._replace(node_id)
+        if pending.attempts < MAX_ATTEMPTS:
+            _LOG.warning("node %s: its worker died; replaced, its message is sent once more", node_id)
+            pending.attempts += 1
+            self._submit(pending)
+            return None
+        del self._pending[key]
+        return self._error_reply(
+            pending.message, f"node {node_id}: its worker died {pending.attempts} times with this message"
+        )
+
+    def _replace(self, node_id: int) -> None:
+        import ray
+
+        ray.kill(self._actors[node_id], no_restart=True)
+        self.replaced_workers += 1
+        self._start(self._specs[node_id])
+
+    def _abandon(self, pending: Pending) -> None:
+        """A worker that is late is replaced: its memory and its late result are thrown away."""
+        self._replace(pending.message.metadata.dst_node_id)
+
+    def worker_pids(self) -> list[int]:
+        """Return the workers' process ids (waits until they are ready)."""
+        import ray
+
+        return [ray.get(actor.prepare.remote()).pid for actor in self._actors.values()]
+
+    def close(self) -> None:
+        """Kill the workers and leave the cluster; a cluster that was there before goes on."""
+        import ray
+
+        started = time.monotonic()
+        cluster, self._cluster = self._cluster, None
+        if cluster is None:
+            return
+        if ray.is_initialized():
+            for actor in self._actors.values():
+                ray.kill(actor, no_restart=True)
+        self._actors = {}
+        disconnect(cluster)
+        _LOG.debug("grid closed in %.1f s", time.monotonic() - started)
+
+
+def _first_line(error: Exception) -> str:
+    """Name the error's class only: messages of foreign errors may quote records."""
+    cause = getattr(error, "cause", None)
+    return type(cause or error).__name__
