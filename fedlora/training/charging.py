@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 from fedlora.accounting import Event
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.errors import LedgerError, UnsupportedEventError
+from fedlora.ledger import Ledger
 from fedlora.ledger.types import Account, Budget, CommitRequest, Refusal, Reservation, ReserveRequest
 
 
@@ -46,14 +47,31 @@ class BudgetKeeper(Protocol):
         """Return where each account stands; every figure is recomputed from events."""
 
 
-class LedgerLike(Protocol):
-    """The part of `fedlora.ledger.Ledger` that spending needs."""
+class LedgerKeeper:
+    """Keeper over a ledger of this process."""
 
-    def reserve_many(self, requests: Sequence[ReserveRequest]) -> Sequence[Reservation | Refusal]:
-        """Reserve for several accounts in one transaction."""
+    def __init__(self, ledger: Ledger) -> None:
+        """Wrap an open ledger; whoever opened it closes it."""
+        self.ledger = ledger
 
-    def commit_many(self, commits: Sequence[CommitRequest]) -> None:
-        """Commit several reservations in one transaction."""
+    def reserve(self, requests: Sequence[ReserveRequest]) -> Sequence[Reservation | Refusal]:
+        """Reserve for a cohort in one durable transaction; from here on the data may be touched."""
+        answers = self.ledger.reserve(requests)
+        self.ledger.mark_started(answer for answer in answers if isinstance(answer, Reservation))
+        return answers
+
+    def commit(self, commits: Sequence[CommitRequest]) -> None:
+        """Record what really ran, in one transaction."""
+        self.ledger.commit(commits)
+
+    def standing(self, accounts: Sequence[Account], delta: float) -> Mapping[Account, Standing]:
+        """Return where each account stands at its budget's delta."""
+        del delta
+        found: dict[Account, Standing] = {}
+        for account in accounts:
+            report = self.ledger.report(account, with_rounds=False)
+            found[account] = Standing(report.epsilon, report.head)
+        return found
 
 
 def charges(config: FedLoraConfig) -> bool:

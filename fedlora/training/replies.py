@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Protocol
 
-from fedlora.training.requests import ClientReply
+from fedlora.ledger import Ledger
+from fedlora.ledger.types import Refusal, Reservation
+from fedlora.training.port import decode_packet, encode_packet, pack_reply, unpack_reply
+from fedlora.training.requests import ClientReply, RoundReply
 from fedlora.wire.fingerprint import payload_fingerprint
 
 
@@ -20,24 +24,24 @@ def release_digest(reply: ClientReply) -> str:
 class Replies(Protocol):
     """Keeps each client's last reply until the next round's is kept."""
 
-    def keep(self, run_id: str, server_round: int, reply: ClientReply) -> str:
-        """Keep a reply (durably, where the keeper is durable) and return its release digest."""
+    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
+        """Keep a reply (durably, where the keeper is durable) and return the digest to commit."""
 
-    def find(self, run_id: str, server_round: int, client: str, digest: str | None) -> ClientReply | None:
-        """Return the kept reply of a round if its digest is the one the ledger committed."""
+    def find(self, refusal: Refusal) -> ClientReply | None:
+        """Return the kept reply of a refused duplicate round, if it is the one that was committed."""
 
 
 class NoReplies:
     """Keeps nothing: a repeated round is refused (simulations)."""
 
-    def keep(self, run_id: str, server_round: int, reply: ClientReply) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
         """Return the digest only."""
-        del run_id, server_round
+        del reservation
         return release_digest(reply)
 
-    def find(self, run_id: str, server_round: int, client: str, digest: str | None) -> ClientReply | None:
+    def find(self, refusal: Refusal) -> ClientReply | None:
         """Return None."""
-        del run_id, server_round, client, digest
+        del refusal
         return None
 
 
@@ -48,15 +52,36 @@ class MemoryReplies:
         """Start empty."""
         self._last: dict[str, tuple[str, int, str, ClientReply]] = {}
 
-    def keep(self, run_id: str, server_round: int, reply: ClientReply) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
         """Keep a reply and return its digest."""
         digest = release_digest(reply)
-        self._last[reply.client] = (run_id, server_round, digest, reply)
+        self._last[reply.client] = (reservation.run_id, reservation.server_round, digest, reply)
         return digest
 
-    def find(self, run_id: str, server_round: int, client: str, digest: str | None) -> ClientReply | None:
-        """Return the kept reply of this round, if the digest agrees."""
-        kept = self._last.get(client)
-        if kept is None or kept[:2] != (run_id, server_round) or (digest or kept[2]) != kept[2]:
+    def find(self, refusal: Refusal) -> ClientReply | None:
+        """Return the kept reply of this round, if the committed digest agrees."""
+        kept = self._last.get(refusal.account.client)
+        if kept is None or kept[:2] != (refusal.run_id, refusal.server_round):
             return None
-        return kept[3]
+        return kept[3] if refusal.reply_digest == kept[2] else None
+
+
+class LedgerReplies:
+    """Keeps replies beside the ledger, durably: a trainer that restarts still sends the same bytes."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        """Use the ledger's own folder of replies."""
+        self._ledger = ledger
+
+    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
+        """Store the reply's bytes and return their sha256."""
+        bare = replace(reply, epsilon=None, ledger_head=None, receipt=None)
+        whole = RoundReply(reservation.run_id, reservation.server_round, (bare,))
+        return self._ledger.store_reply(reservation, encode_packet(pack_reply(whole)))
+
+    def find(self, refusal: Refusal) -> ClientReply | None:
+        """Return the committed reply of this round, or None if it is not kept."""
+        data = self._ledger.load_reply(refusal.account, refusal.run_id, refusal.server_round)
+        if data is None:
+            return None
+        return unpack_reply(decode_packet(data)).replies[0]

@@ -204,7 +204,7 @@ class Trainer:
         for client in asked:
             answer = granted[client]
             if isinstance(answer, Refusal):
-                answers[client] = self._refused(client, request, answer)
+                answers[client] = self._refused(client, answer)
             else:
                 answers[client] = self._read(session, client, answer, request.steps)
         return answers
@@ -277,7 +277,7 @@ class Trainer:
                 continue
             fresh[client] = reply = self._checked_update(session, answer, result)
             if answer.reservation is not None:
-                digest = self._replies.keep(request.run_id, request.server_round, reply)
+                digest = self._replies.keep(answer.reservation, reply)
                 commits.append(CommitRequest(answer.reservation, reply.steps, session.bench.event, digest))
         if commits:
             self._keeper.commit(commits)
@@ -336,9 +336,9 @@ class Trainer:
         }
         return replace(reply, receipt=self._sign(claim))
 
-    def _refused(self, client: str, request: RoundRequest, refusal: Refusal) -> ClientReply:
+    def _refused(self, client: str, refusal: Refusal) -> ClientReply:
         if refusal.reason == "duplicate-round":
-            kept = self._replies.find(request.run_id, request.server_round, client, refusal.reply_digest)
+            kept = self._replies.find(refusal)
             if kept is not None:
                 return kept
             error: FedLoraError = (
