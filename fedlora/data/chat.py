@@ -1,0 +1,140 @@
+"""Render conversations with a tokenizer's own chat template and find the response tokens.
+
+The whole conversation is rendered and tokenised once, as it is at inference. A response starts
+where the template's generation prompt ends and stops with the turn's end token (the first
+special token after the answer), so that the model learns to stop; what the template prints
+after that token belongs to the frame and is not learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlora.data.rows import Row
+from fedlora.data.tasks.base import IGNORED
+from fedlora.errors import DataError
+
+Message = Mapping[str, str]
+
+
+def read_messages(value: Any) -> list[dict[str, str]]:
+    """Check and normalise a `messages` column: dictionaries with role and content.
+
+    `from`/`value` keys and the roles human, gpt and bot are understood.
+
+    Raises:
+        DataError: if it has another form; content is not shown.
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError("column 'messages' must be a non-empty list of {role, content}")
+    names = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+    messages = []
+    for turn, message in enumerate(value, start=1):
+        if not isinstance(message, Mapping):
+            raise DataError(f"column 'messages': turn {turn} is not a dictionary")
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(f"column 'messages': turn {turn} needs text in role and content")
+        messages.append({"role": names.get(role, role), "content": content})
+    return messages
+
+
+def as_messages(row: Row, prompt: str, response: str) -> list[dict[str, str]]:
+    """Return a prompt/response record as messages; an optional `system` column comes first."""
+    system = row.get("system")
+    start = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    return [*start, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    """Return (token ids, labels) of a conversation; labels are IGNORED outside the responses.
+
+    Raises:
+        DataError: if responses cannot be located in the rendered text.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            "chat templates need a fast tokenizer (tokenizer.json), which gives character offsets"
+        )
+    text = render(tokenizer, messages)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, offsets = list(found["input_ids"]), list(found["offset_mapping"])
+    labels = [IGNORED] * len(ids)
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, stop = _response_span(tokenizer, messages, turn, text)
+            for place in _response_tokens(tokenizer, ids, offsets, start, stop, text):
+                labels[place] = ids[place]
+    return ids, labels
+
+
+def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+    """Return the conversation as the tokenizer's chat template prints it.
+
+    Raises:
+        DataError: if the template refuses the roles or their order.
+    """
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        )
+    except Exception as fault:
+        # The template's own message may quote the conversation.
+        raise DataError(
+            f"the tokenizer's chat template refuses this sequence of roles ({type(fault).__name__}); "
+            "check the roles and their order"
+        ) from None
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all special tokens, whether the tokenizer names them or only marks them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+
+
+def _response_span(tokenizer: Any, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
+    """Return the characters from the end of the generation prompt to the end of the turn."""
+    if turn == 0:
+        raise DataError("a conversation cannot start with the assistant; put a user turn first")
+    before = render(tokenizer, messages[:turn], generation_prompt=True)
+    through = render(tokenizer, messages[: turn + 1])
+    if not text.startswith(before):
+        raise DataError(
+            "the tokenizer's chat template rewrites earlier turns, so responses cannot be located; "
+            "use single-turn records or a template that only appends"
+        )
+    if text.startswith(through):
+        return len(before), len(through)
+    shared = 0
+    for left, right in zip(through, text, strict=False):
+        if left != right:
+            break
+        shared += 1
+    if shared < len(before) + len(messages[turn]["content"].strip()):
+        raise DataError("the tokenizer's chat template rewrites earlier turns; responses cannot be located")
+    return len(before), shared
+
+
+def _response_tokens(
+    tokenizer: Any,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    start: int,
+    stop: int,
+    text: str,
+) -> list[int]:
+    """Return the positions of a response's tokens, its end token included."""
+    places = [place for place, (left, right) in enumerate(offsets) if start <= left < stop and right > left]
+    special = special_ids(tokenizer)
+    for count, place in enumerate(places):
+        if ids[place] in special:
+            return places[: count + 1]
+    # No end token: leave out the blanks that the template prints after the answer.
+    end = start + len(text[start:stop].rstrip())
+    return [place for place in places if offsets[place][0] < end]

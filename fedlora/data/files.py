@@ -1,0 +1,289 @@
+"""Local files as row stores: JSONL and text by byte offset, CSV, TSV, JSON and Parquet.
+
+All text is UTF-8 (with or without a byte-order mark), whatever the platform's locale says.
+A file in another encoding, or a record that does not parse, is refused with its file and row;
+what it contains is never shown.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fedlora.data.rows import (
+    ColumnStore,
+    ConcatStore,
+    Index,
+    ListStore,
+    Origin,
+    Row,
+    RowStore,
+    _is_text_valid,
+)
+from fedlora.errors import DataError
+
+FORMATS: Final = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+_BOM: Final = b"\xef\xbb\xbf"
+_UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
+_CSV_FIELD_LIMIT: Final = 2**31 - 1
+
+
+class LineStore:
+    """Lines of a UTF-8 file by byte offset; only the offsets (8 bytes a line) stay in memory."""
+
+    def __init__(self, path: Path, parse: Callable[[str], Row | None]) -> None:
+        """Index and check every line once, holding one line at a time.
+
+        Args:
+            path: the file.
+            parse: turns a line into a record, or None for a line to leave out; ValueError if malformed.
+
+        Raises:
+            DataError: naming file and row of the first bad line.
+        """
+        self._path = path
+        self._parse = parse
+        self._offsets, self._numbers, self.columns = _index_lines(path, parse)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self._offsets)
+
+    def read(self, index: int) -> Row:
+        """Read and parse one line.
+
+        Raises:
+            DataError: if the file changed since it was indexed.
+        """
+        with self._path.open("rb") as handle:
+            handle.seek(int(self._offsets[index]))
+            raw = handle.readline()
+        try:
+            row = self._parse(raw.decode("utf-8").rstrip("\r\n"))
+        except ValueError:
+            row = None
+        if row is None:
+            raise DataError(f"{self.origin(index)}: the file changed while it was in use")
+        return row
+
+    def origin(self, index: int) -> Origin:
+        """Return the file and its line number."""
+        return Origin(str(self._path), int(self._numbers[index]))
+
+
+def parse_json_line(line: str) -> Row | None:
+    """Parse one JSONL line; empty lines are left out.
+
+    Raises:
+        ValueError: if it is not a JSON object or has an unpaired surrogate.
+    """
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as fault:
+        raise ValueError("not valid JSON") from fault
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    if not _is_text_valid(row):
+        raise ValueError("a text has an unpaired surrogate (half an emoji, say)")
+    return row
+
+
+def parse_text_line(line: str) -> Row | None:
+    """Return a text line as a record with the column `text`; blank lines are left out."""
+    return {"text": line} if line.strip() else None
+
+
+def expand_paths(patterns: Sequence[str]) -> list[Path]:
+    """Return the files that the patterns name, sorted within each pattern, none twice.
+
+    Raises:
+        DataError: naming a pattern that matches nothing.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_file():
+            matches = [path]
+        else:
+            base = Path(path.anchor) if path.is_absolute() else Path()
+            relative = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
+            matches = sorted(match for match in base.glob(relative) if match.is_file())
+        if not matches:
+            raise DataError(f"data.source.paths: {pattern!r} matches no file")
+        found |= dict.fromkeys(matches)
+    return list(found)
+
+
+def read_file(path: Path, kind: str = "auto", header: Sequence[str] | None = None) -> RowStore:
+    """Open one file as a row store.
+
+    Args:
+        path: the file.
+        kind: "auto" goes by the ending.
+        header: column names of a CSV or TSV file that has none.
+
+    Raises:
+        DataError: for an unknown format, a bad encoding or a malformed record.
+    """
+    if kind == "auto":
+        kind = FORMATS.get(path.suffix.lower(), "")
+        if not kind:
+            raise DataError(f"{path}: unknown ending {path.suffix!r}; set data.source.format")
+    if kind == "jsonl":
+        return LineStore(path, parse_json_line)
+    if kind == "text":
+        return LineStore(path, parse_text_line)
+    if kind == "json":
+        return _read_json(path)
+    if kind == "parquet":
+        return _read_parquet(path)
+    return _read_delimited(path, "," if kind == "csv" else "\t", header)
+
+
+def read_files(paths: Sequence[Path], kind: str, header: Sequence[str] | None) -> tuple[RowStore, list[int]]:
+    """Open several files as one store; also return how many records each has."""
+    stores = [read_file(path, kind, header) for path in paths]
+    sizes = [len(store) for store in stores]
+    return (stores[0] if len(stores) == 1 else ConcatStore(stores)), sizes
+
+
+def _index_lines(path: Path, parse: Callable[[str], Row | None]) -> tuple[Index, Index, tuple[str, ...]]:
+    offsets: list[int] = []
+    numbers: list[int] = []
+    columns: dict[str, None] = {}
+    with path.open("rb") as handle:
+        _check_start(path, handle.read(4))
+        handle.seek(0)
+        place = len(_BOM) if handle.read(3) == _BOM else 0
+        handle.seek(place)
+        for number, raw in enumerate(handle, start=1):
+            try:
+                row = parse(_decode(raw).rstrip("\r\n"))
+            except ValueError as fault:
+                raise DataError(f"{Origin(str(path), number)}: {fault}; content withheld") from None
+            if row is not None:
+                offsets.append(place)
+                numbers.append(number)
+                columns.update(dict.fromkeys(row))
+            place += len(raw)
+    return np.asarray(offsets, dtype=np.int64), np.asarray(numbers, dtype=np.int64), tuple(columns)
+
+
+def _decode(raw: bytes) -> str:
+    if b"\x00" in raw:
+        raise ValueError("has NUL bytes (a UTF-16 or binary file?); convert the file to UTF-8")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise ValueError("is not valid UTF-8; convert the file to UTF-8") from fault
+
+
+def _check_start(path: Path, start: bytes) -> None:
+    if start.startswith(_UTF16_MARKS):
+        raise DataError(f"{path}: is UTF-16; convert the file to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+
+
+def _read_text(path: Path) -> str:
+    raw = path.read_bytes()
+    _check_start(path, raw[:4])
+    try:
+        return _decode(raw.removeprefix(_BOM))
+    except ValueError:
+        for number, line in enumerate(raw.split(b"\n"), start=1):
+            try:
+                _decode(line)
+            except ValueError as fault:
+                raise DataError(f"{Origin(str(path), number)}: {fault}; content withheld") from None
+        raise DataError(f"{path}: is not valid UTF-8; convert the file to UTF-8") from None
+
+
+def _read_json(path: Path) -> RowStore:
+    try:
+        found = json.loads(_read_text(path))
+    except json.JSONDecodeError as fault:
+        raise DataError(f"{path}, line {fault.lineno}: not valid JSON; content withheld") from None
+    if not isinstance(found, list):
+        raise DataError(f"{path}: must be a JSON list of objects (for one object a line use format: jsonl)")
+    for number, row in enumerate(found, start=1):
+        if not isinstance(row, dict):
+            raise DataError(f"{Origin(str(path), number)}: not a JSON object; content withheld")
+        if not _is_text_valid(row):
+            raise DataError(
+                f"{Origin(str(path), number)}: a text has an unpaired surrogate; content withheld"
+            )
+    return ListStore(found, str(path))
+
+
+def _read_delimited(path: Path, delimiter: str, header: Sequence[str] | None) -> RowStore:
+    csv.field_size_limit(_CSV_FIELD_LIMIT)
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    reader = csv.reader(
+        io.StringIO(_read_text(path), newline=""), delimiter=delimiter, quoting=quoting, strict=True
+    )
+    names = list(header) if header is not None else None
+    rows: list[Row] = []
+    origins: list[Origin] = []
+    try:
+        for fields in reader:
+            if not fields:
+                continue
+            if names is None:
+                names = [name.strip() for name in fields]
+                continue
+            if len(fields) != len(names):
+                raise DataError(
+                    f"{Origin(str(path), reader.line_num)}: has {len(fields)} fields where the header has "
+                    f"{len(names)}; content withheld"
+                )
+            rows.append(dict(zip(names, fields, strict=True)))
+            origins.append(Origin(str(path), reader.line_num))
+    except csv.Error:
+        raise DataError(f"{Origin(str(path), reader.line_num)}: malformed quotes; content withheld") from None
+    store = ListStore(rows, origins)
+    store.columns = tuple(names or ())
+    return store
+
+
+class _ArrowTable:
+    """Records of an Arrow table by position, one dictionary each."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file memory-mapped."""
+        import pyarrow.parquet as parquet
+
+        self.table = parquet.read_table(path, memory_map=True)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return one record."""
+        return {name: self.table[name][index].as_py() for name in self.table.column_names}
+
+    def column(self, name: str) -> list[Any]:
+        """Return one column."""
+        return list(self.table[name].to_pylist())
+
+
+def _read_parquet(path: Path) -> RowStore:
+    try:
+        table = _ArrowTable(path)
+    except ImportError as fault:
+        raise DataError("reading Parquet needs pyarrow; run: pip install 'fedlora[data]'") from fault
+    except Exception as fault:
+        raise DataError(f"{path}: is not a readable Parquet file ({type(fault).__name__})") from None
+    return ColumnStore(table, table.table.column_names, table.table.num_rows, str(path))

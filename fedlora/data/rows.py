@@ -1,0 +1,223 @@
+"""Records as a lazy sequence of dictionaries that knows where each one came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from fedlora.errors import DataError
+
+Row = dict[str, Any]
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a record lies: a file (or source name) and its row, counted from 1."""
+
+    source: str
+    row: int
+
+    def __str__(self) -> str:
+        """Return `FILE, row N`, as error messages show it."""
+        return f"{self.source}, row {self.row}"
+
+
+class RowStore(Protocol):
+    """Random access to the records of one source; SENSITIVE."""
+
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+
+    def read(self, index: int) -> Row:
+        """Return one record as a new dictionary."""
+
+    def origin(self, index: int) -> Origin:
+        """Return where one record came from."""
+
+
+class Rows(Sequence[Row]):
+    """SENSITIVE. A view of a store: chosen records, with the task's roles added to each.
+
+    A role is a name that tasks read (`text`, `label`, `prompt`, ...); `roles` maps it to the
+    column that holds it. Reading a record checks that its strings are valid Unicode.
+    """
+
+    def __init__(
+        self, store: RowStore, roles: Mapping[str, str] | None = None, index: Index | None = None
+    ) -> None:
+        """Make a view of `store`; `index` chooses records (all by default).
+
+        Raises:
+            DataError: if a role names a column that the source does not have.
+        """
+        self._store = store
+        self._roles = dict(roles or {})
+        self._index = np.arange(len(store), dtype=np.int64) if index is None else index
+        for role, column in self._roles.items():
+            if store.columns and column not in store.columns:
+                have = ", ".join(store.columns)
+                raise DataError(f"data.columns: {role} is mapped to {column!r}; the columns are {have}")
+
+    def __len__(self) -> int:
+        """Return the number of records in this view."""
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, item: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, item: slice) -> Rows: ...
+
+    def __getitem__(self, item: int | slice) -> Row | Rows:
+        """Return one record, or a view for a slice."""
+        if isinstance(item, slice):
+            return self.subset(np.arange(len(self), dtype=np.int64)[item])
+        place = int(self._index[item])
+        row = self._store.read(place)
+        for role, column in self._roles.items():
+            if column not in row:
+                raise DataError(f"{self._store.origin(place)}: column {column!r} (for {role}) is missing")
+        # Roles are looked up before any is written, so that two columns can change places.
+        row = row | {role: row[column] for role, column in self._roles.items()}
+        if not _is_text_valid(row):
+            raise DataError(
+                f"{self._store.origin(place)}: a text has an unpaired surrogate (half an emoji, say); "
+                "content withheld; repair or remove the record"
+            )
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        """Read the records one after the other."""
+        return (self[place] for place in range(len(self)))
+
+    def origin(self, item: int) -> Origin:
+        """Return file and row of one record."""
+        return self._store.origin(int(self._index[item]))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names that a record has: the source's columns and the mapped roles."""
+        return tuple(dict.fromkeys([*self._store.columns, *self._roles]))
+
+    def subset(self, chosen: npt.ArrayLike) -> Rows:
+        """Return a view of the chosen records, by position in this view."""
+        return Rows(self._store, self._roles, self._index[np.asarray(chosen, dtype=np.int64)])
+
+    def column(self, name: str) -> list[Any]:
+        """Return one column or role of all records.
+
+        Raises:
+            DataError: naming the first record that lacks it.
+        """
+        source = self._roles.get(name, name)
+        fast: Callable[[str], Sequence[Any]] | None = getattr(self._store, "column", None)
+        if fast is not None and source in self._store.columns:
+            values = fast(source)
+            return [values[int(place)] for place in self._index]
+        found = []
+        for place in range(len(self)):
+            row = self[place]
+            if name not in row:
+                raise DataError(f"{self.origin(place)}: column {name!r} is missing")
+            found.append(row[name])
+        return found
+
+
+class ListStore:
+    """Records held in memory, from one named source (or with a source each)."""
+
+    def __init__(self, rows: Sequence[Row], source: str | Sequence[Origin]) -> None:
+        """Keep the records; `source` is a name, or one Origin per record."""
+        self._rows = rows
+        self._source = source
+        self.columns = tuple(dict.fromkeys(name for row in rows for name in row))
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self._rows)
+
+    def read(self, index: int) -> Row:
+        """Return a copy of one record."""
+        return dict(self._rows[index])
+
+    def origin(self, index: int) -> Origin:
+        """Return the record's source."""
+        if isinstance(self._source, str):
+            return Origin(self._source, index + 1)
+        return self._source[index]
+
+
+class ConcatStore:
+    """Several stores one after the other; used for several files."""
+
+    def __init__(self, stores: Sequence[RowStore]) -> None:
+        """Join the stores in the order given."""
+        self._stores = tuple(stores)
+        self._ends = np.cumsum([len(store) for store in stores], dtype=np.int64)
+        self.columns = tuple(dict.fromkeys(name for store in stores for name in store.columns))
+
+    def __len__(self) -> int:
+        """Return the number of records in all stores."""
+        return int(self._ends[-1]) if len(self._ends) > 0 else 0
+
+    def _locate(self, index: int) -> tuple[RowStore, int]:
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        start = int(self._ends[which - 1]) if which > 0 else 0
+        return self._stores[which], index - start
+
+    def read(self, index: int) -> Row:
+        """Return one record of the store that holds it."""
+        store, place = self._locate(index)
+        return store.read(place)
+
+    def origin(self, index: int) -> Origin:
+        """Return file and row in the store that holds it."""
+        store, place = self._locate(index)
+        return store.origin(place)
+
+
+class ColumnStore:
+    """Records held as equally long columns (Arrow tables, data sets of the hub): read lazily."""
+
+    def __init__(self, table: Any, columns: Sequence[str], length: int, source: str) -> None:
+        """Wrap `table`, which gives one record as a dictionary by `table[i]`."""
+        self._table = table
+        self._length = length
+        self._source = source
+        self.columns = tuple(columns)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return self._length
+
+    def read(self, index: int) -> Row:
+        """Return one record."""
+        return dict(self._table[index])
+
+    def origin(self, index: int) -> Origin:
+        """Return the source's name and the row."""
+        return Origin(self._source, index + 1)
+
+
+def _is_text_valid(value: Any) -> bool:
+    """Say whether every string in a record can be written as UTF-8."""
+    if isinstance(value, str):
+        if value.isascii():
+            return True
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return False
+        return True
+    if isinstance(value, Mapping):
+        return all(_is_text_valid(part) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_text_valid(part) for part in value)
+    return True
