@@ -1,0 +1,113 @@
+"""The record axis of one batch: whose each record is, and sums of records per client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedlora.errors import RankMismatchError
+
+
+@dataclass(frozen=True)
+class RecordAxis:
+    """Records of several clients in one batch, sorted by client.
+
+    Counts are known on the host, so nothing here waits for the device.
+
+    Attributes:
+        counts: SENSITIVE. Records of each client, 0 allowed; its length is K.
+        client: (records,) int64, which client owns each record.
+        padded: (K, longest) int64, record numbers per client; places beyond a client's count hold 0.
+        present: (K, longest) bool, False where `padded` is only filling.
+        slot: (records,) int64, place of each record in the flattened `padded`.
+    """
+
+    counts: tuple[int, ...]
+    client: torch.Tensor
+    padded: torch.Tensor
+    present: torch.Tensor
+    slot: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device | str = "cpu") -> RecordAxis:
+        """Build the axis from per-client counts.
+
+        Example:
+            >>> RecordAxis.of([2, 0, 1]).client.tolist()
+            [0, 0, 2]
+        """
+        if not counts or any(count < 0 for count in counts):
+            raise RankMismatchError("records: need one count >= 0 for each client; got none or a negative one")
+        longest = max(max(counts), 1)
+        client: list[int] = []
+        slot: list[int] = []
+        padded: list[list[int]] = []
+        for number, count in enumerate(counts):
+            first = len(client)
+            client += [number] * count
+            slot += range(number * longest, number * longest + count)
+            padded.append([*range(first, first + count), *([0] * (longest - count))])
+        present = [[place < count for place in range(longest)] for count in counts]
+        packed = torch.tensor([client, slot], dtype=torch.int64).reshape(2, -1)
+        moved = packed.to(device, non_blocking=True)
+        return cls(
+            tuple(counts),
+            moved[0],
+            torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True),
+            torch.tensor(present, dtype=torch.bool).to(device, non_blocking=True),
+            moved[1],
+        )
+
+    @property
+    def num_records(self) -> int:
+        """SENSITIVE. Number of records of all clients."""
+        return sum(self.counts)
+
+    @property
+    def num_clients(self) -> int:
+        """K."""
+        return len(self.counts)
+
+    def gather(self, per_client: torch.Tensor) -> torch.Tensor:
+        """Spread per-client values (K, *shape) over records.
+
+        Returns:
+            (*shape) where there is one client, else (records, *shape).
+        """
+        if self.num_clients == 1:
+            return per_client[0]
+        return per_client.index_select(0, self.client)
+
+    def sum(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return each client's weighted sum of its records.
+
+        Args:
+            weights: (records,).
+            values: (records, size).
+
+        Returns:
+            (K, size) in the dtype of `values`.
+        """
+        if self.num_clients == 1:
+            return (weights @ values).unsqueeze(0)
+        if values.is_cuda:
+            hot = torch.zeros(self.num_clients, self.num_records, dtype=values.dtype, device=values.device)
+            hot.scatter_(0, self.client.unsqueeze(0), weights.unsqueeze(0))
+            return hot @ values
+        out = values.new_zeros(self.num_clients, values.shape[1])
+        first = 0
+        for number, count in enumerate(self.counts):
+            if count > 0:
+                torch.matmul(weights[first : first + count], values[first : first + count], out=out[number])
+            first += count
+        return out
+
+    def pad(self, values: torch.Tensor) -> torch.Tensor:
+        """Arrange (records, *shape) as (K, longest, *shape); filling places repeat record 0."""
+        return values.index_select(0, self.padded.reshape(-1)).unflatten(0, self.padded.shape)
+
+    def unpad(self, values: torch.Tensor) -> torch.Tensor:
+        """Inverse of `pad`: (K, longest, *shape) to (records, *shape)."""
+        return values.flatten(0, 1).index_select(0, self.slot)
