@@ -1,0 +1,126 @@
+"""The run folder: everything that one needs to read, repeat or continue a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from omegaconf import OmegaConf
+
+import fedlora
+from fedlora.config import config_container
+from fedlora.config.schema import FedLoraConfig
+from fedlora.simulation.settings import RoundRecord
+
+_PACKAGES: Final = (
+    "torch",
+    "transformers",
+    "peft",
+    "flwr",
+    "ray",
+    "numpy",
+    "opacus",
+    "dp-accounting",
+    "omegaconf",
+    "pydantic",
+)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def plain(value: Any) -> Any:
+    """Return JSON-ready values; infinite numbers become the text "inf", NaN None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+class RunFolder:
+    """Files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the folder if it is not there."""
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self.metrics_path = path / "metrics.jsonl"
+
+    def write_config(self, config: FedLoraConfig) -> None:
+        """Write the resolved configuration as YAML; it can be run again as it is."""
+        text = OmegaConf.to_yaml(OmegaConf.create(config_container(config)))
+        write_atomically(self.path / "config.yaml", text.encode())
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write one JSON file."""
+        text = json.dumps(plain(content), indent=2, allow_nan=False)
+        write_atomically(self.path / name, text.encode() + b"\n")
+
+    def write_environment(self) -> None:
+        """Write versions of everything that numbers depend on."""
+        versions = {}
+        for name in _PACKAGES:
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                versions[name] = None
+        self.write_json(
+            "environment.json",
+            {
+                "fedlora": fedlora.__version__,
+                "python": sys.version.split()[0],
+                "platform": platform.platform(),
+                "cpus": os.cpu_count(),
+                "packages": versions,
+            },
+        )
+
+    def keep_rounds_up_to(self, last: int) -> None:
+        """Drop metric lines after a round (a resumed run writes them again)."""
+        if not self.metrics_path.exists():
+            return
+        kept = []
+        for line in self.metrics_path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # the last line of a killed run may be cut
+            if isinstance(record.get("round"), int) and record["round"] <= last:
+                kept.append(line)
+        write_atomically(self.metrics_path, "".join(line + "\n" for line in kept).encode())
+
+    def append(self, record: RoundRecord) -> None:
+        """Append one round to `metrics.jsonl`."""
+        with self.metrics_path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(plain(record), allow_nan=False) + "\n")

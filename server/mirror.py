@@ -1,0 +1,97 @@
+"""The server's mirror of what clients spent in this run: recomputed from events, never trusted.
+
+The client's own ledger binds (it also knows other runs); the mirror shows when a client claims less
+than the events that the server saw imply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fedlora.accounting import Event, compose, epsilon_of
+from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.training.requests import ClientReply
+
+Spent = tuple[tuple[str, int], ...]
+
+
+class LedgerMirror:
+    """Counts events per client and recomputes epsilon from them."""
+
+    def __init__(self, config: FedLoraConfig, memory: Mapping[str, Any] | None = None) -> None:
+        """Start empty, or from what `memory` returned."""
+        self._config = config
+        self._spent: dict[str, dict[str, int]] = {}
+        self._said: dict[str, float] = {}
+        self._known: dict[Spent, float] = {}
+        if memory is not None:
+            self._spent = {client: dict(counts) for client, counts in memory["spent"].items()}
+            self._said = {client: float(said) for client, said in memory["said"].items()}
+
+    def memory(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values."""
+        said = {client: str(value) for client, value in self._said.items()}
+        return {"spent": self._spent, "said": said}
+
+    def note(self, reply: ClientReply) -> None:
+        """Count one accepted or rejected update: it was released, so it is spent."""
+        if reply.event is None or reply.steps < 1:
+            return
+        key = json.dumps(reply.event, sort_keys=True, separators=(",", ":"))
+        counts = self._spent.setdefault(reply.client, {})
+        counts[key] = counts.get(key, 0) + reply.steps
+        if reply.epsilon is not None:
+            self._said[reply.client] = reply.epsilon
+
+    @property
+    def largest_said(self) -> float | None:
+        """Largest epsilon that a client's own ledger reports; None if none reports one."""
+        return max(self._said.values()) if self._said else None
+
+    def largest(self) -> float | None:
+        """Largest epsilon recomputed from this run's events; None without privacy or events."""
+        privacy = self._config.privacy
+        if isinstance(privacy, NoPrivacy) or not self._spent:
+            return None
+        return max(self._epsilon(client) for client in self._spent)
+
+    def differences(self) -> list[str]:
+        """Return one line per client that claims less than its events imply."""
+        if isinstance(self._config.privacy, NoPrivacy):
+            return []
+        lines = []
+        for client, said in sorted(self._said.items()):
+            implied = self._epsilon(client)
+            if not (said >= implied - 1e-9 * max(1.0, implied)):
+                lines.append(f"client {client} reports epsilon {said:.6g}, its events imply {implied:.6g}")
+        return lines
+
+    def _epsilon(self, client: str) -> float:
+        privacy = self._config.privacy
+        if isinstance(privacy, NoPrivacy):
+            return float("inf")
+        key: Spent = tuple(sorted(self._spent.get(client, {}).items()))
+        if not key:
+            return 0.0
+        if key not in self._known:
+            event = compose([(Event.from_json(json.loads(text)), count) for text, count in key])
+            report = epsilon_of(
+                event, privacy.budget.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
+            )
+            self._known[key] = report.epsilon
+        return self._known[key]
+
+    def table(self) -> dict[str, Any]:
+        """Return the mirror as a table for the run folder."""
+        return {
+            client: {
+                "events": [{"event": json.loads(text), "steps": count} for text, count in counts.items()],
+                "epsilon_from_events": None
+                if isinstance(self._config.privacy, NoPrivacy)
+                else self._epsilon(client),
+                "epsilon_reported": self._said.get(client),
+            }
+            for client, counts in sorted(self._spent.items())
+        }
