@@ -1,0 +1,296 @@
+"""Modes on factors: `product`, `stack`, `aligned` and the baseline `factor_mean`.
+
+The mean of the clients' changes is sum_k w_k s_k B_k A_k / sum_k w_k. `product` keeps it as a running
+truncated SVD of bounded rank (exact while the summed ranks fit, with a tracked error bound after
+that); `stack` keeps the stacked factors themselves. Each client's own scaling goes into one side of
+the stack and is divided out again in whoever's scaling receives it. Nothing out x in is ever formed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from fedlora.aggregation.factors import (
+    Pair,
+    balanced_pair,
+    extras_of,
+    pad_rank,
+    pair_of,
+    payload_from_frames,
+    rank_frames,
+    write_pair,
+)
+from fedlora.aggregation.running_sum import RunningSum
+from fedlora.aggregation.server_optimizer import ServerOptimizer
+from fedlora.aggregation.types import Float64, Outcome, State
+from fedlora.errors import InconsistentRepliesError
+from fedlora.geometry import Frames, ProductSketch, expand, procrustes, product_distance, project_product
+from fedlora.wire.payload import AdapterPayload, ModuleSpec, PayloadKind
+
+
+@dataclass
+class _Merged:
+    """One module's running sum of products: a sketch, and pairs waiting to be merged together."""
+
+    sketch: ProductSketch
+    weight: float = 0.0
+    left: list[torch.Tensor] = field(default_factory=list)
+    right: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, pair: Pair, weight: float) -> None:
+        self.left.append(pair.left * weight)
+        self.right.append(pair.right)
+        self.weight += weight
+        if sum(block.shape[1] for block in self.left) >= max(self.sketch.max_rank, 32):
+            self.flush()
+
+    def flush(self) -> None:
+        if self.left:
+            self.sketch = self.sketch.merge(torch.cat(self.left, dim=1), torch.cat(self.right, dim=0))
+            self.left, self.right = [], []
+
+    def mean(self) -> ProductSketch:
+        self.flush()
+        return self.sketch.scaled(1.0 / self.weight)
+
+
+class ProductMode:
+    """Exact mean of products with bounded memory, sent as its best truncation to each rank.
+
+    Args:
+        optimizer: server optimiser; anything but the plain mean steps in the tangent space at the
+            current adapter.
+        max_rank: rank of the running sum per module; None takes 8 times the module's rank, at least 64.
+    """
+
+    kind: str = "product"
+    uplink: PayloadKind = "factors"
+    downlink: PayloadKind = "factors"
+    linear: bool = False
+    mixed: bool = True
+    exact: bool = True
+
+    def __init__(self, optimizer: ServerOptimizer, max_rank: int | None = None) -> None:
+        """Keep the optimiser and the cap."""
+        self._optimizer, self._max_rank = optimizer, max_rank
+        self._current: AdapterPayload | None = None
+        self._merged: dict[str, _Merged] = {}
+        self._extra_sum = RunningSum()
+
+    @property
+    def current(self) -> AdapterPayload:
+        """The global adapter of this round.
+
+        Raises:
+            InconsistentRepliesError: if no round has begun.
+        """
+        if self._current is None:
+            raise InconsistentRepliesError("no round has begun: call begin(global payload, ...) first")
+        return self._current
+
+    def begin(self, current: AdapterPayload) -> None:
+        """Start a round."""
+        self._current, self._merged, self._extra_sum = current, {}, RunningSum()
+
+    def add(self, payload: AdapterPayload, weight: float) -> None:
+        """Merge one client's products; a module that it does not adapt is left out of that module's mean."""
+        for module, spec in payload.modules.items():
+            if module not in self._merged:
+                cap = max(64, 8 * spec.rank) if self._max_rank is None else self._max_rank
+                cap = max(cap, self.current.modules[module].rank)
+                empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
+                self._merged[module] = _Merged(empty)
+            self._merged[module].add(pair_of(payload, module), weight)
+        self._extra_sum.add(extras_of(payload), weight)
+
+    def finish(self) -> Outcome:
+        """Average, step, and write the adapter in the layout's ranks and whole."""
+        current = self.current
+        frames: dict[str, Frames] = {}
+        whole: dict[str, Frames] = {}
+        lost = total = bound = 0.0
+        for module, spec in current.modules.items():
+            if module not in self._merged:
+                frames[module] = whole[module] = rank_frames(pair_of(current, module), spec.rank)[0]
+                continue
+            mean = self._merged[module].mean()
+            best, dropped = rank_frames(Pair(mean.u * mean.s, mean.v.mT), spec.rank)
+            lost += dropped**2
+            bound += mean.error_bound
+            total += mean.norm**2
+            frames[module], whole[module] = self._step(module, best, mean)
+        blocks = step_extras(current, self._extra_sum, self._optimizer)
+        self._merged = {}
+        residual = (math.sqrt(lost) + bound) / math.sqrt(total) if total > 0 else 0.0
+        return Outcome(
+            payload=payload_from_frames(current, current.modules, frames, blocks),
+            residual=residual,
+            bounded=bound > 0,
+            full=payload_from_frames(current, whole_specs(current.modules, whole), whole, blocks),
+        )
+
+    def _step(self, module: str, best: Frames, mean: ProductSketch) -> tuple[Frames, Frames]:
+        if self._optimizer.plain:
+            kept = max(int((mean.s > 0).sum()), 1)
+            if mean.s.numel() == 0:
+                return best, best
+            return best, Frames(mean.u[:, :kept], torch.diag(mean.s[:kept]), mean.v[:, :kept])
+        spec = self.current.modules[module]
+        pair = pair_of(self.current, module)
+        old, _ = rank_frames(pair, spec.rank)
+        left = torch.cat([mean.u * mean.s, -pair.left], dim=1)
+        right = torch.cat([mean.v.mT, pair.right], dim=0)
+        step = self._optimizer.step_tangent(module, old, project_product(old, left, right))
+        q_out, q_in, core = expand(old, step)
+        new, _ = rank_frames(Pair(q_out @ core, q_in.mT), spec.rank)
+        self._optimizer.move(module, old, new)
+        return new, new
+
+    def downlink_for(self, current: AdapterPayload, modules: Mapping[str, ModuleSpec]) -> AdapterPayload:
+        """Return the best approximation of `current` in a client's own ranks and scalings."""
+        if dict(modules) == dict(current.modules):
+            return current
+        frames = {
+            module: rank_frames(pair_of(current, module), spec.rank)[0] for module, spec in modules.items()
+        }
+        return payload_from_frames(current, modules, frames, extras_of(current))
+
+    def state(self) -> State:
+        """Return the moments."""
+        return self._optimizer.state()
+
+    def restore(self, state: State) -> None:
+        """Take back the moments."""
+        self._optimizer.restore(state)
+
+
+class StackMode(ProductMode):
+    """Keep the stacked factors: `full` is the mean itself, of rank sum r_k, until `max_rank` is passed."""
+
+    kind = "stack"
+
+    def add(self, payload: AdapterPayload, weight: float) -> None:
+        """Stack one client's factors; beyond `max_rank` the stack is compressed with a tracked error."""
+        for module, spec in payload.modules.items():
+            if module not in self._merged:
+                limit = min(spec.out_features, spec.in_features)
+                cap = limit if self._max_rank is None else min(self._max_rank, limit)
+                empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
+                self._merged[module] = _Merged(empty)
+            self._merged[module].add(pair_of(payload, module), weight)
+        self._extra_sum.add(extras_of(payload), weight)
+
+
+class FactorMean(ProductMode):
+    """Baseline: averages lora_A and lora_B apart. NOT the mean of the changes; the residual says by how much.
+
+    The result depends on how clients write their factors (their gauge). Lower ranks are padded by zeros.
+    """
+
+    kind = "factor_mean"
+    exact: bool = False
+
+    def __init__(self, optimizer: ServerOptimizer, max_rank: int | None = None) -> None:
+        """Start without sums."""
+        super().__init__(optimizer, max_rank)
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self, current: AdapterPayload) -> None:
+        """Start a round."""
+        super().begin(current)
+        self._pairs = {}
+
+    def add(self, payload: AdapterPayload, weight: float) -> None:
+        """Sum both factors apart; the exact mean of products is followed for the residual."""
+        super().add(payload, weight)
+        for module in payload.modules:
+            pair = self.written(payload, module)
+            left, right = self._pairs.get(module, (torch.zeros(()), torch.zeros(())))
+            self._pairs[module] = (left + weight * pair.left, right + weight * pair.right)
+
+    def written(self, payload: AdapterPayload, module: str) -> Pair:
+        """Return the factors that are averaged: as they came, padded to the layout's rank."""
+        return pad_rank(pair_of(payload, module), self.current.modules[module].rank)
+
+    def finish(self) -> Outcome:
+        """Average the factors; report the distance from the mean of products."""
+        current = self.current
+        pairs: dict[str, Pair] = {}
+        lost = total = 0.0
+        bounded = False
+        for module in current.modules:
+            if module not in self._merged:
+                pairs[module] = pair_of(current, module)
+                continue
+            mean = self._merged[module].mean()
+            weight = self._merged[module].weight
+            left, right = (block / weight for block in self._pairs[module])
+            pairs[module] = Pair(left, right)
+            away = float(product_distance(mean.u * mean.s, mean.v.mT, left, right))
+            lost += (away + mean.error_bound) ** 2
+            total += mean.norm**2
+            bounded = bounded or mean.error_bound > 0
+        blocks = step_extras(current, self._extra_sum, self._optimizer)
+        self._merged = {}
+        payload = payload_from_pairs(current, pairs, blocks)
+        return Outcome(payload, math.sqrt(lost / total) if total > 0 else 0.0, bounded)
+
+
+class AlignedMean(FactorMean):
+    """Factor mean after each client's balanced factors are turned onto the current ones (Procrustes).
+
+    Balancing (an SVD of each client's product) removes a client's gauge up to a rotation, and the
+    Procrustes rotation min_Q ||W_k Q - W_ref||, W = [lora_B; lora_A^T], removes the rest: the result
+    does not depend on how clients write their factors. It is still not the exact mean.
+    """
+
+    kind = "aligned"
+
+    def written(self, payload: AdapterPayload, module: str) -> Pair:
+        """Return balanced factors, padded to the layout's rank and aligned to the current adapter's."""
+        rank = self.current.modules[module].rank
+        pair = pad_rank(balanced_pair(pair_of(payload, module), rank), rank)
+        reference = self._reference(module)
+        turn = procrustes(torch.cat([pair.left, pair.right.mT]), reference)
+        return Pair(pair.left @ turn, turn.mT @ pair.right)
+
+    def _reference(self, module: str) -> torch.Tensor:
+        spec = self.current.modules[module]
+        pair = pair_of(self.current, module)
+        if bool((pair.left != 0).any()):
+            pair = pad_rank(balanced_pair(pair, spec.rank), spec.rank)
+        return torch.cat([pair.left, pair.right.mT])
+
+
+def step_extras(
+    current: AdapterPayload, sums: RunningSum, optimizer: ServerOptimizer
+) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """Average and step the extra parameters (values travel)."""
+    means: dict[str, Float64] = sums.mean()
+    blocks = {}
+    for name, block in extras_of(current).items():
+        step = optimizer.step_block(name, means[name] - block) if name in means else np.zeros(())
+        blocks[name] = (block + step).astype(np.float32)
+    return blocks
+
+
+def whole_specs(specs: Mapping[str, ModuleSpec], frames: Mapping[str, Frames]) -> dict[str, ModuleSpec]:
+    """Return specs with the frames' own ranks."""
+    return {module: replace(spec, rank=frames[module].rank) for module, spec in specs.items()}
+
+
+def payload_from_pairs(
+    current: AdapterPayload,
+    pairs: Mapping[str, Pair],
+    extras: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]],
+) -> AdapterPayload:
+    """Write factors as they are (scaling divided out of lora_B)."""
+    blocks = dict(extras)
+    for module, pair in pairs.items():
+        blocks.update(write_pair(module, pair, current.modules[module].scaling))
+    return replace(current, blocks=blocks, notes={})
