@@ -162,8 +162,9 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' progress bars and its notes on new heads off the terminal."""
-    from transformers.utils import logging as notes
+    from transformers.utils import logging
 
+    notes: Any = logging
     before, bars = notes.get_verbosity(), notes.is_progress_bar_enabled()
     notes.set_verbosity_error()
     notes.disable_progress_bar()
@@ -252,13 +253,12 @@ def _load_model(
 
 
 def _quantization(config: ModelConfig) -> Any:
-    from transformers import BitsAndBytesConfig
+    import transformers
 
+    bits: Any = transformers.BitsAndBytesConfig
     if config.quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_DTYPES[config.dtype]
-    )
+        return bits(load_in_8bit=True)
+    return bits(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_DTYPES[config.dtype])
 
 
 def _align_tokenizer(model: Any, processor: Any) -> None:

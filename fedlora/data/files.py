@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -233,7 +233,7 @@ def _read_json(path: Path) -> RowStore:
 
 def _read_delimited(path: Path, delimiter: str, header: Sequence[str] | None) -> RowStore:
     csv.field_size_limit(_CSV_FIELD_LIMIT)
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
     reader = csv.reader(
         io.StringIO(_read_text(path), newline=""), delimiter=delimiter, quoting=quoting, strict=True
     )

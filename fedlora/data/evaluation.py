@@ -1,0 +1,129 @@
+"""Answers by generation, the untouched base model's row, and the matching non-private configuration."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from fedlora.config.schema import FedLoraConfig, NoMechanism, NoPrivacy
+from fedlora.data.chat import special_ids
+from fedlora.data.metrics import exact_match, number_accuracy
+from fedlora.data.tasks.base import Encoded, Task, batches, evaluating
+from fedlora.errors import DataError
+
+
+def generate_answers(
+    task: Task, model: Any, encoded: Sequence[Encoded], *, max_new_tokens: int = 128, batch_size: int = 8
+) -> list[str]:
+    """Generate an answer for each record greedily; prompts are padded at the left.
+
+    Generation stops at the end token that training put after responses. PUBLIC records only,
+    unless the result stays with the data owner.
+
+    Raises:
+        DataError: for a task whose records have no prompt.
+    """
+    answers: list[str] = [""] * len(encoded)
+    tokenizer = task.tokenizer
+    with evaluating(model):
+        for places, records in batches(encoded, batch_size):
+            prompts = []
+            for record in records:
+                if record.prompt is None:
+                    raise DataError(f"task {task.name!r} has no prompts to generate from")
+                prompts.append(record.prompt)
+            ids, mask = _pad_left(prompts, tokenizer.pad_token_id)
+            device = next(model.parameters()).device
+            out = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=stop_ids(task, records),
+            )
+            start = 0 if task.name == "seq2seq" else ids.shape[1]
+            for place, tokens in zip(places, out[:, start:], strict=True):
+                answers[place] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    return answers
+
+
+def stop_ids(task: Task, records: Sequence[Encoded]) -> list[int]:
+    """Return the ids at which generation stops: the end token, and what ends the records' responses."""
+    special = special_ids(task.tokenizer)
+    found = {task.tokenizer.eos_token_id} if task.tokenizer.eos_token_id is not None else set()
+    for record in records:
+        if isinstance(record.labels, list) and record.labels and record.labels[-1] in special:
+            found.add(record.labels[-1])
+    return sorted(found)
+
+
+def answer_accuracy(
+    task: Task,
+    model: Any,
+    encoded: Sequence[Encoded],
+    *,
+    kind: Literal["number", "exact"] = "exact",
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
+) -> dict[str, float]:
+    """Return the share of right answers: the final number (GSM8K style) or the whole text."""
+    answers = generate_answers(task, model, encoded, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    truth = [record.reference or "" for record in encoded]
+    if kind == "number":
+        return {"answer_accuracy": number_accuracy(truth, answers)}
+    return {"exact_match": exact_match(truth, answers)}
+
+
+@contextlib.contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Run the untouched base model inside a PEFT model (adapters and trained heads off)."""
+    off = getattr(model, "disable_adapter", None)
+    if off is None:
+        yield
+        return
+    with off():
+        yield
+
+
+def evaluate_base(
+    task: Task, model: Any, encoded: Sequence[Encoded], batch_size: int = 32
+) -> dict[str, float]:
+    """Evaluate the untouched base model: the first comparison row of every report."""
+    with adapter_off(model):
+        return task.evaluate(model, encoded, batch_size)
+
+
+def non_private_config(config: FedLoraConfig) -> FedLoraConfig:
+    """Return the same run without clipping and noise: the last comparison row of every report.
+
+    Only for records that may be trained on without privacy; a data owner's policy can refuse it.
+    """
+    aggregation = config.federation.aggregation
+    kind = (
+        aggregation.kind if aggregation.kind in ("product", "stack", "aligned", "factor_mean") else "product"
+    )
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": f"{config.run.name}-without-privacy"}),
+            "mechanism": NoMechanism(kind="none"),
+            "privacy": NoPrivacy(unit="none"),
+            "federation": config.federation.model_copy(
+                update={"aggregation": aggregation.model_copy(update={"kind": kind})}
+            ),
+        }
+    )
+
+
+def _pad_left(rows: Sequence[Sequence[int]], value: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(1, *(len(row) for row in rows))
+    ids = torch.full((len(rows), width), value, dtype=torch.int64)
+    mask = torch.zeros((len(rows), width), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        if row:
+            ids[place, width - len(row) :] = torch.tensor(list(row), dtype=torch.int64)
+            mask[place, width - len(row) :] = 1
+    return ids, mask
