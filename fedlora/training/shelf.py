@@ -8,17 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fedlora.data import Encoded, EncodedRows, Rows, Task
 from fedlora.errors import DataError
-
-Row = Mapping[str, Any]
-Encoded = Any
-
-
-class Encoder(Protocol):
-    """The part of a task that turns a row into model inputs."""
-
-    def encode(self, row: Row) -> Encoded:
-        """Encode one row."""
 
 
 class Records(Protocol):
@@ -37,7 +28,7 @@ class Shelf(Protocol):
     def clients(self) -> Sequence[str]:
         """Return the logical client ids that live here."""
 
-    def open(self, client: str, encoder: Encoder) -> Records:
+    def open(self, client: str, task: Task) -> Records:
         """Open one client's records; called only after a durable reservation."""
 
 
@@ -45,33 +36,21 @@ class LazyRecords:
     """SENSITIVE. Records that are encoded when they are first drawn and then kept.
 
     Args:
-        rows: all rows of the node's source.
-        indices: which of them are this client's.
-        encoder: turns a row into model inputs.
+        task: turns rows into model inputs.
+        rows: this client's rows.
     """
 
-    def __init__(
-        self, rows: Sequence[Row], indices: Sequence[int] | npt.NDArray[Any], encoder: Encoder
-    ) -> None:
+    def __init__(self, task: Task, rows: Rows) -> None:
         """Keep references only; nothing is read yet."""
-        self._rows, self._indices, self._encoder = rows, indices, encoder
-        self._kept: dict[int, Encoded] = {}
+        self._encoded = EncodedRows(task, rows)
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return len(self._indices)
+        return len(self._encoded)
 
     def batch(self, indices: npt.NDArray[np.int64]) -> list[Encoded]:
         """Return these records, encoded (and remember them)."""
-        found = []
-        for position in indices.tolist():
-            encoded = self._kept.get(position)
-            if encoded is None:
-                encoded = self._kept[position] = self._encoder.encode(
-                    self._rows[int(self._indices[position])]
-                )
-            found.append(encoded)
-        return found
+        return [self._encoded[position] for position in indices.tolist()]
 
 
 class RowShelf:
@@ -83,19 +62,19 @@ class RowShelf:
     """
 
     def __init__(
-        self, load: Callable[[], Sequence[Row]], parts: Mapping[str, Sequence[int] | npt.NDArray[Any]]
+        self, load: Callable[[], Rows], parts: Mapping[str, Sequence[int] | npt.NDArray[Any]]
     ) -> None:
         """Keep the loader; nothing is read yet."""
         self._load, self._parts = load, parts
-        self._rows: Sequence[Row] | None = None
+        self._rows: Rows | None = None
         self._open: dict[str, LazyRecords] = {}
-        self._encoder: Encoder | None = None
+        self._task: Task | None = None
 
     def clients(self) -> Sequence[str]:
         """Return the logical client ids that live here."""
         return tuple(self._parts)
 
-    def open(self, client: str, encoder: Encoder) -> Records:
+    def open(self, client: str, task: Task) -> Records:
         """Open one client's records.
 
         Raises:
@@ -103,11 +82,11 @@ class RowShelf:
         """
         if client not in self._parts:
             raise DataError(f"client {client}: does not live at this node; it has {len(self._parts)} clients")
-        if encoder is not self._encoder:
-            self._open, self._encoder = {}, encoder
+        if task is not self._task:
+            self._open, self._task = {}, task
         records = self._open.get(client)
         if records is None:
             if self._rows is None:
                 self._rows = self._load()
-            records = self._open[client] = LazyRecords(self._rows, self._parts[client], encoder)
+            records = self._open[client] = LazyRecords(task, self._rows.subset(self._parts[client]))
         return records

@@ -1,0 +1,77 @@
+"""From a configuration to what a simulation needs: label names, the partition, complete settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedlora.config.schema import FedLoraConfig, RecordPrivacy
+from fedlora.data import Rows, bound_groups, label_names, load_rows, partition_rows, split_validation
+from fedlora.errors import ConfigError, DataError
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """SENSITIVE. A simulated federation: the rows and who owns which.
+
+    Attributes:
+        config: the configuration with the (public) label names filled in.
+        rows: all rows.
+        parts: logical client id to positions of its training rows.
+    """
+
+    config: FedLoraConfig
+    rows: Rows
+    parts: Mapping[str, Index]
+
+
+def with_labels(config: FedLoraConfig, names: tuple[str, ...] | None) -> FedLoraConfig:
+    """Return the configuration with label names and their number stated."""
+    if names is None:
+        return config
+    data = config.data.model_copy(update={"labels": names})
+    model = config.model.model_copy(update={"num_labels": len(names)})
+    return config.model_copy(update={"data": data, "model": model})
+
+
+def make_federation(config: FedLoraConfig) -> Federation:
+    """Read the rows and split them over logical clients.
+
+    Raises:
+        ConfigError: if the configuration has no partition.
+        DataError: if rows cannot be read, or a client id occurs twice.
+    """
+    if config.data.partition is None:
+        raise ConfigError("data.partition: missing; a simulation needs to know how clients share the data")
+    rows = load_rows(config.data)
+    names = label_names(config.model, config.data, rows)
+    parts = dict(partition_rows(rows, config.data.partition, config.run.seed))
+    if not parts:
+        raise DataError("data.partition: gave no client; check the partition's column and sizes")
+    for client, index in parts.items():
+        index = _bounded(config, rows, index)
+        parts[client], _ = split_validation(index, config.data.validation_fraction, config.run.seed, client)
+    return Federation(with_labels(config, names), rows, parts)
+
+
+def _bounded(config: FedLoraConfig, rows: Rows, index: Index) -> Index:
+    privacy = config.privacy
+    if not isinstance(privacy, RecordPrivacy) or privacy.group_by is None:
+        return index
+    return bound_groups(rows.column(privacy.group_by), index, privacy.max_records_per_group)
+
+
+def share_out(parts: Mapping[str, Index], nodes: int) -> list[dict[str, Index]]:
+    """Deal the logical clients out to nodes, evenly by number, in client-id order.
+
+    Example:
+        >>> [sorted(one) for one in share_out({"a": None, "b": None, "c": None}, 2)]
+        [['a', 'c'], ['b']]
+    """
+    names = sorted(parts)
+    return [{name: parts[name] for name in names[start::nodes]} for start in range(min(nodes, len(names)))]
