@@ -10,11 +10,11 @@ from fedlora.accounting import Event, NonPrivateEvent
 from fedlora.adapters import inject
 from fedlora.adapters.models import LoadedBase, load_base
 from fedlora.config import config_container, config_from_container
+from fedlora.config.resolve import check_derived, config_hash
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
 from fedlora.data import build_task
 from fedlora.errors import ConfigError, WireError
 from fedlora.mechanisms import Mechanism, build_mechanism
-from fedlora.training.confighash import hash_of
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
 
@@ -64,8 +64,25 @@ def build_workbench(config: FedLoraConfig) -> Workbench:
     task = build_task(config.model, config.data, base.tokenizer)
     adapted = inject(base.model, config.adapter, seed=config.run.seed, fingerprint=base.fingerprint)
     mechanism = build_mechanism(config, adapted.layout)
-    event: Event = NonPrivateEvent() if isinstance(config.privacy, NoPrivacy) else mechanism.step_event()
+    event = step_event(config, adapted.layout)
     return Workbench(config, base, task, adapted, mechanism, event)
+
+
+def step_event(config: FedLoraConfig, layout: AdapterLayout) -> Event:
+    """Return what one step of one client releases under a configuration, from the mechanism that will run."""
+    if isinstance(config.privacy, NoPrivacy):
+        return NonPrivateEvent()
+    event: Event = build_mechanism(config, layout).step_event()
+    return event
+
+
+def check_claims(bench: Workbench) -> None:
+    """Recompute the epsilon that a configuration claims, with this side's own accountant and mechanism.
+
+    Raises:
+        ConfigError: if it claims less than it spends, or was never resolved.
+    """
+    check_derived(bench.config, lambda config: step_event(config, bench.layout))
 
 
 def read_config(container: Mapping[str, Any], claimed_hash: str) -> FedLoraConfig:
@@ -76,7 +93,7 @@ def read_config(container: Mapping[str, Any], claimed_hash: str) -> FedLoraConfi
         ConfigError: listing every problem.
     """
     config = config_from_container(container, what="configuration of the round request")
-    actual = hash_of(config)
+    actual = config_hash(config)
     if actual != claimed_hash:
         raise WireError(
             f"config hash: request says {claimed_hash[:16]}, its content gives {actual[:16]}; "

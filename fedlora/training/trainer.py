@@ -39,7 +39,14 @@ from fedlora.training.policy import Policy
 from fedlora.training.port import Hello, error_record, where_it_failed
 from fedlora.training.replies import MemoryReplies, Replies, release_digest
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
-from fedlora.training.session import Workbench, build_workbench, check_clients, read_config, same_container
+from fedlora.training.session import (
+    Workbench,
+    build_workbench,
+    check_claims,
+    check_clients,
+    read_config,
+    same_container,
+)
 from fedlora.training.shelf import Records, Shelf
 
 _LOG = logging.getLogger(__name__)
@@ -173,6 +180,7 @@ class Trainer:
             self._session = None
             bench = build_workbench(config)
             self._policy.check_base(bench.base.fingerprint)
+            check_claims(bench)
             engine = CohortEngine(bench.adapted, bench.mechanism, bench.task, config)
             self._session = Session(bench, engine, config_hash)
         return self._session
