@@ -14,7 +14,9 @@ import typer
 
 from fedlora.errors import ConfigError, FedLoraError
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to stderr.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to stderr.")
+]
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -46,7 +48,9 @@ def finite(value: Any) -> Any:
 def emit(result: Mapping[str, Any], *, as_json: bool, text: str) -> None:
     """Print a command's result: one JSON object, or its text."""
     if as_json:
-        sys.stdout.write(json.dumps(finite({"ok": True, **result}), ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.write(
+            json.dumps(finite({"ok": True, **result}), ensure_ascii=False, allow_nan=False) + "\n"
+        )
     else:
         sys.stdout.write(text if text.endswith("\n") or text == "" else text + "\n")
     sys.stdout.flush()

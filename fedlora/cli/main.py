@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import typer
+import typer.core
 from typer.core import TyperGroup
 
 from fedlora import __version__
@@ -29,6 +30,8 @@ from fedlora.cli.common import (
     setup_logging,
 )
 from fedlora.errors import FedLoraError
+
+typer.core.HAS_RICH = False  # plain help texts: they can be read by programs, and start faster
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("fedlora.cli.init", "Write a commented configuration and sample data into a folder."),
@@ -114,10 +117,15 @@ def main(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(app)
     try:
         result: Any = command.main(list(arguments), prog_name="fedlora", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        sys.stdout.write(error.format_message() + "\n")
+        return 0
     except click.UsageError as error:
         return _usage(error, as_json)
     except click.ClickException as error:
-        return _fail({"ok": False, "error": "Usage", "exit_code": 2, "message": error.format_message()}, as_json)
+        return _fail(
+            {"ok": False, "error": "Usage", "exit_code": 2, "message": error.format_message()}, as_json
+        )
     except (click.Abort, KeyboardInterrupt):
         return _fail(
             {"ok": False, "error": "Interrupted", "exit_code": INTERRUPTED, "message": "interrupted"}, as_json
@@ -134,7 +142,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _usage(error: click.UsageError, as_json: bool) -> int:
     help_ = f" (see: {error.ctx.command_path} --help)" if error.ctx is not None else ""
-    record = {"ok": False, "error": "Usage", "exit_code": USAGE_ERROR, "message": error.format_message() + help_}
+    record = {
+        "ok": False,
+        "error": "Usage",
+        "exit_code": USAGE_ERROR,
+        "message": error.format_message() + help_,
+    }
     return _fail(record, as_json)
 
 
