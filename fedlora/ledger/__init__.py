@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from fedlora.ledger.contribution import ContributionBound, bound_contributions, person_event
+from fedlora.ledger.fingerprints import (
+    Overlap,
+    RecordSketch,
+    find_overlaps,
+    fingerprint_records,
+    sketch_records,
+)
 from fedlora.ledger.keyfile import load_or_create_secret, load_secret
 from fedlora.ledger.ledger import Ledger, open_ledger
+from fedlora.ledger.outgoing import OutgoingMetrics, filter_metrics, metric_event, noise_metric
 from fedlora.ledger.reports import VerifyReport
 from fedlora.ledger.types import (
     Account,
@@ -21,15 +30,27 @@ __all__ = [
     "Account",
     "Budget",
     "CommitRequest",
+    "ContributionBound",
     "Ledger",
     "LedgerReport",
+    "OutgoingMetrics",
+    "Overlap",
     "Pending",
+    "RecordSketch",
     "Refusal",
     "Reservation",
     "ReserveRequest",
     "RoundRow",
     "VerifyReport",
+    "bound_contributions",
+    "filter_metrics",
+    "find_overlaps",
+    "fingerprint_records",
     "load_or_create_secret",
     "load_secret",
+    "metric_event",
+    "noise_metric",
     "open_ledger",
+    "person_event",
+    "sketch_records",
 ]

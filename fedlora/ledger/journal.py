@@ -33,8 +33,6 @@ SNAPSHOT_EVERY: Final = 65_536
 
 CLOCK_TOLERANCE_SECONDS: Final = 3600.0
 
-_INSERT_ENTRIES = sa.insert(entries)
-
 
 class Draft:
     """Entries of the transaction in progress; they already count in the working state."""
@@ -251,7 +249,10 @@ class Journal:
         if draft.events:
             connection.execute(sa.insert(events), draft.events)
         if draft.entries:
-            connection.execute(_INSERT_ENTRIES, [entry._asdict() for entry in draft.entries])
+            mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
+            text = f"INSERT INTO entries ({', '.join(chain.COLUMNS)}) VALUES ({', '.join([mark] * len(chain.COLUMNS))})"  # noqa: S608
+            parameters: list[tuple[Any, ...]] = list(draft.entries)
+            connection.exec_driver_sql(text, parameters)
         if body is not None:
             connection.execute(sa.insert(snapshots), {"seq": body[0], "body": body[1]})
 
@@ -290,10 +291,16 @@ class Journal:
         self._define(connection, state)
         if state.seq == 0 and not whole:
             self._load_snapshot(connection, state)
-        rows = connection.execution_options(yield_per=10_000).execute(
-            sa.select(entries).where(entries.c.seq > state.seq).order_by(entries.c.seq)
+        state.replay(self.stream(connection, after=state.seq))
+
+    @staticmethod
+    def stream(connection: sa.Connection, after: int = 0) -> Iterator[Entry]:
+        """Return the stored entries after a sequence number, in order, unchecked."""
+        rows = connection.exec_driver_sql(
+            f"SELECT {', '.join(chain.COLUMNS)} FROM entries WHERE seq > {int(after)} ORDER BY seq",  # noqa: S608
+            execution_options={"yield_per": 10_000},
         )
-        state.replay(map(Entry._make, rows))
+        return map(Entry._make, rows)
 
     @staticmethod
     def _define(connection: sa.Connection, state: LedgerState) -> None:
@@ -356,10 +363,7 @@ class Journal:
             marks = list(
                 connection.execute(sa.select(snapshots.c.seq, snapshots.c.body).order_by(snapshots.c.seq))
             )
-            rows = connection.execution_options(yield_per=10_000).execute(
-                sa.select(entries).order_by(entries.c.seq)
-            )
-            stream = map(Entry._make, rows)
+            stream = self.stream(connection)
             for mark, body in marks:
                 state.replay(_until(stream, mark - 1, state.seq))
                 if progress is not None:

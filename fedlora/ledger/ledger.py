@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,6 +25,7 @@ from typing import Self
 from fedlora.errors import LedgerError, LedgerIntegrityError
 from fedlora.ledger import chain
 from fedlora.ledger.anchor import Anchor
+from fedlora.ledger.chain import Entry
 from fedlora.ledger.journal import Journal
 from fedlora.ledger.projection import Projector
 from fedlora.ledger.replies import ReplyStore
@@ -226,6 +227,23 @@ class Ledger:
                 f"ledger {self._journal.store.location}: a head known elsewhere is at entry {seq}, but this ledger "
                 f"{what}; restore the newest ledger (the difference counts as spent)"
             )
+
+    def entries(self) -> Iterator[tuple[Entry, Account | None, str]]:
+        """Yield every entry with its account and its event's JSON, in order, for exports."""
+        with self._journal.store.read() as connection:
+            state = self._journal.sync(connection)
+            for entry in self._journal.stream(connection):
+                known = state.accounts.get(entry.account_id)
+                yield (
+                    entry,
+                    None if known is None else known.account,
+                    state.event_texts.get(entry.event_id, ""),
+                )
+
+    @property
+    def path(self) -> Path | None:
+        """The SQLite file, or None behind a URL."""
+        return self._journal.store.path
 
     def verify(self) -> VerifyReport:
         """Check pages, every link, every snapshot and every entry's meaning from the first entry on.

@@ -80,12 +80,12 @@ class LedgerState:
         except (KeyError, ValueError, FedLoraError) as error:
             raise integrity_error(self.seq, f"event {event_id} cannot be read") from error
 
-    def link(self, entry: Entry) -> Entry:
-        """Return the entry with the link that makes it the next one."""
+    def link(self, bare: Entry) -> Entry:
+        """Return the entry (made with an empty link) with the link that makes it the next one."""
         message = chain.link_message(
-            self.mac, entry, self.account_texts[entry.account_id], self.event_hashes[entry.event_id]
+            self.mac, bare, self.account_texts[bare.account_id], self.event_hashes[bare.event_id]
         )
-        return entry._replace(mac=self._mac(message))
+        return Entry._make((*bare[:-1], self._mac(message)))
 
     def replay(self, rows: Iterable[Entry]) -> None:
         """Check and apply entries in order.

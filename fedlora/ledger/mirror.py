@@ -1,0 +1,353 @@
+"""The server's mirror: receipts kept, recomputed and compared; a client's higher figure stands (PUBLIC).
+
+The mirror never lowers anything: per account it reports the largest of what the client claims
+and what follows from the receipts and from the rounds that were asked for and never answered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fedlora.accounting import Event, compose, epsilon_of
+from fedlora.errors import AuthenticationError, FedLoraError, LedgerError
+from fedlora.ledger.chain import canonical_json, decode_head
+from fedlora.ledger.receipts import Receipt, SignedReceipt, verify_receipt
+from fedlora.ledger.types import Account
+
+TOLERANCE: Final = 1e-6
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS keys (client TEXT PRIMARY KEY, public_key TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS receipts (
+  id INTEGER PRIMARY KEY, client TEXT NOT NULL, dataset TEXT NOT NULL, run_id TEXT NOT NULL,
+  server_round INTEGER NOT NULL, entry INTEGER NOT NULL, body TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS asked (
+  client TEXT NOT NULL, dataset TEXT NOT NULL, run_id TEXT NOT NULL, server_round INTEGER NOT NULL,
+  event TEXT NOT NULL, steps INTEGER NOT NULL,
+  PRIMARY KEY (client, dataset, run_id, server_round));
+CREATE TABLE IF NOT EXISTS flags (
+  id INTEGER PRIMARY KEY, client TEXT NOT NULL, dataset TEXT NOT NULL, code TEXT NOT NULL, text TEXT NOT NULL,
+  UNIQUE (client, dataset, code, text));
+"""
+
+
+@dataclass(frozen=True)
+class MirrorFlag:
+    """One difference. `code` is stable; `text` names figures.
+
+    Codes: bad-signature, key-changed, unreadable (the receipt was not taken); rollback,
+    another-ledger, lower-epsilon, event-differs, steps-differ, second-release, terms-changed
+    (it was taken and the difference is reported).
+    """
+
+    client: str
+    dataset: str
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class MirrorReport:
+    """What the server may say about one account.
+
+    Attributes:
+        account: whose.
+        epsilon: the figure that stands: the larger of the other two.
+        claimed: largest epsilon that the client's receipts claim (over all its runs).
+        recomputed: from the receipts and the unanswered rounds that this server knows.
+        delta: of all figures.
+        adjacency: neighbouring relation.
+        unit: unit of the guarantee.
+        unanswered: rounds asked for without a receipt; counted as spent in full.
+        head: newest chain head known; send it along, so that the client can detect its own rollback.
+        flags: differences.
+    """
+
+    account: Account
+    epsilon: float
+    claimed: float
+    recomputed: float
+    delta: float
+    adjacency: str
+    unit: str
+    unanswered: tuple[tuple[str, int], ...]
+    head: str
+    flags: tuple[MirrorFlag, ...]
+
+
+class Mirror:
+    """Durable store of receipts (SQLite file); survives restarts of the server."""
+
+    def __init__(self, path: str | os.PathLike[str], *, keys: Mapping[str, str] | None = None) -> None:
+        """Open or create the mirror.
+
+        Args:
+            path: SQLite file.
+            keys: public key (64 hex digits) by client; a client that is not in it is pinned to the
+                key of its first receipt.
+
+        Raises:
+            LedgerError: if the file cannot be used.
+        """
+        self._path = Path(path)
+        self._lock = threading.RLock()
+        self._pinned = dict(keys or {})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(self._path, check_same_thread=False, timeout=30.0)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+            rows = self._db.execute("SELECT client, public_key FROM keys").fetchall()
+        except (sqlite3.Error, OSError) as error:
+            raise LedgerError(
+                f"ledger mirror {self._path}: cannot be used ({error}); check the path"
+            ) from error
+        for client, key in rows:
+            self._pinned.setdefault(client, key)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def asked(self, account: Account, run_id: str, server_round: int, event: Event, steps: int) -> None:
+        """Remember, before a request is sent, what the client was asked to spend.
+
+        Raises:
+            LedgerError: if it cannot be written.
+        """
+        self._write(
+            "INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)",
+            (account.client, account.dataset, run_id, server_round, event.key(), steps),
+        )
+
+    def declined(self, account: Account, run_id: str, server_round: int) -> None:
+        """Forget a request that the client refused by name: it spent nothing (by its own word).
+
+        Raises:
+            LedgerError: if it cannot be written.
+        """
+        self._write(
+            "DELETE FROM asked WHERE client=? AND dataset=? AND run_id=? AND server_round=?",
+            (account.client, account.dataset, run_id, server_round),
+        )
+
+    def record(self, data: Mapping[str, Any] | SignedReceipt) -> list[MirrorFlag]:
+        """Take one signed receipt and return the differences it shows (also kept for the report).
+
+        Raises:
+            LedgerError: if the mirror cannot be written. A bad receipt is flagged, never raised.
+        """
+        with self._lock:
+            try:
+                signed = data if isinstance(data, SignedReceipt) else SignedReceipt.from_json(data)
+                receipt = verify_receipt(signed, self._pinned.get(signed.receipt.client))
+            except AuthenticationError as error:
+                code = "key-changed" if "another key" in str(error) else "bad-signature"
+                return self._flag(
+                    [MirrorFlag(signed.receipt.client, signed.receipt.dataset, code, str(error))]
+                )
+            except FedLoraError as error:
+                return self._flag([MirrorFlag("?", "?", "unreadable", str(error))])
+            flags = self._compare(receipt)
+            self._pinned.setdefault(receipt.client, signed.public_key)
+            self._write("INSERT OR IGNORE INTO keys VALUES (?, ?)", (receipt.client, signed.public_key))
+            self._write(
+                "INSERT OR IGNORE INTO receipts (client, dataset, run_id, server_round, entry, body) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    receipt.client,
+                    receipt.dataset,
+                    receipt.run_id,
+                    receipt.server_round,
+                    receipt.entry,
+                    canonical_json(signed.to_json()),
+                ),
+            )
+            flags += self._compare_figure(receipt)
+            return self._flag(flags)
+
+    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+        try:
+            with self._lock, self._db:
+                self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"ledger mirror {self._path}: cannot be written ({error}); stop the run"
+            ) from error
+
+    def _flag(self, flags: list[MirrorFlag]) -> list[MirrorFlag]:
+        for flag in flags:
+            self._write(
+                "INSERT OR IGNORE INTO flags (client, dataset, code, text) VALUES (?, ?, ?, ?)",
+                (flag.client, flag.dataset, flag.code, flag.text),
+            )
+        return flags
+
+    def receipts(self, account: Account) -> list[Receipt]:
+        """Return the receipts of one account, in the order they came."""
+        rows = self._db.execute(
+            "SELECT body FROM receipts WHERE client=? AND dataset=? ORDER BY id",
+            (account.client, account.dataset),
+        )
+        return [SignedReceipt.from_json(json.loads(body)).receipt for (body,) in rows]
+
+    def accounts(self) -> list[Account]:
+        """Return every account with a receipt or an unanswered round, sorted."""
+        rows = self._db.execute(
+            "SELECT client, dataset FROM receipts UNION SELECT client, dataset FROM asked"
+        )
+        return sorted(Account(client, dataset) for client, dataset in rows)
+
+    def _compare(self, receipt: Receipt) -> list[MirrorFlag]:
+        account = Account(receipt.client, receipt.dataset)
+        flags: list[MirrorFlag] = []
+
+        def flag(code: str, text: str) -> None:
+            flags.append(MirrorFlag(receipt.client, receipt.dataset, code, text))
+
+        where = f"round {receipt.server_round} of run {receipt.run_id!r}"
+        earlier = self.receipts(account)
+        if earlier:
+            newest = max(earlier, key=lambda known: decode_head(known.head)[0])
+            self._compare_chain(receipt, newest, flag)
+            terms = (receipt.delta, receipt.adjacency, receipt.unit)
+            if terms != (newest.delta, newest.adjacency, newest.unit):
+                flag("terms-changed", f"{where}: delta, adjacency or unit differ from the receipts before it")
+        for known in earlier:
+            if (known.run_id, known.server_round) == (receipt.run_id, receipt.server_round):
+                both = receipt.reply_digest != "" and known.reply_digest not in ("", receipt.reply_digest)
+                if both:
+                    flag("second-release", f"{where}: two different replies were sent; both are charged")
+        asked = self._db.execute(
+            "SELECT event, steps FROM asked WHERE client=? AND dataset=? AND run_id=? AND server_round=?",
+            (receipt.client, receipt.dataset, receipt.run_id, receipt.server_round),
+        ).fetchone()
+        if asked is not None and asked[0] != receipt.event:
+            flag("event-differs", f"{where}: the client's event differs from the one it was asked for")
+        if asked is not None and receipt.steps > int(asked[1]):
+            flag("steps-differ", f"{where}: the client charged {receipt.steps} steps, asked were {asked[1]}")
+        return flags
+
+    @staticmethod
+    def _compare_chain(receipt: Receipt, newest: Receipt, flag: Any) -> None:
+        if receipt.ledger_id != newest.ledger_id:
+            flag(
+                "another-ledger",
+                "the client answers from another ledger than before; its old spend is kept here",
+            )
+            return
+        (seq, link), (known, known_link) = decode_head(receipt.head), decode_head(newest.head)
+        if seq < known or (seq == known and link != known_link):
+            flag(
+                "rollback",
+                f"the client's ledger ends at entry {seq}; entry {known} is known: an older copy is in use",
+            )
+        elif receipt.num_events < newest.num_events:
+            flag(
+                "rollback",
+                f"the client's ledger counts {receipt.num_events} steps; {newest.num_events} are known",
+            )
+
+    def _compare_figure(self, receipt: Receipt) -> list[MirrorFlag]:
+        account = Account(receipt.client, receipt.dataset)
+        known = self._figure(self._charges(account, with_unanswered=False), receipt.delta, receipt.adjacency)
+        if receipt.epsilon >= known * (1.0 - TOLERANCE) - TOLERANCE:
+            return []
+        text = (
+            f"claimed epsilon {receipt.epsilon:.6g} is below {known:.6g}, which follows from its own receipts"
+        )
+        return [MirrorFlag(receipt.client, receipt.dataset, "lower-epsilon", text)]
+
+    def _charges(
+        self, account: Account, *, with_unanswered: bool
+    ) -> dict[tuple[str, int, str, str], tuple[str, int]]:
+        """Return (run, round, ledger entry, reply) -> (event, steps); nothing is ever dropped."""
+        charges: dict[tuple[str, int, str, str], tuple[str, int]] = {}
+        for receipt in self.receipts(account):
+            # One entry may be reported twice, reserved first and then committed: the later steps stand.
+            entry = f"{receipt.ledger_id}/{receipt.entry}"
+            base = (receipt.run_id, receipt.server_round, entry)
+            open_key = (*base, "")
+            if receipt.reply_digest and open_key in charges:
+                del charges[open_key]
+            charges[(*base, receipt.reply_digest)] = (receipt.event, receipt.steps)
+        if with_unanswered:
+            for (run_id, server_round), (event, steps) in self._unanswered(account).items():
+                charges[(run_id, server_round, "asked", "")] = (event, steps)
+        return charges
+
+    def _unanswered(self, account: Account) -> dict[tuple[str, int], tuple[str, int]]:
+        rows = self._db.execute(
+            "SELECT a.run_id, a.server_round, a.event, a.steps FROM asked a WHERE a.client=? AND a.dataset=? "
+            "AND NOT EXISTS (SELECT 1 FROM receipts r WHERE r.client=a.client AND r.dataset=a.dataset "
+            "AND r.run_id=a.run_id AND r.server_round=a.server_round) ORDER BY a.run_id, a.server_round",
+            (account.client, account.dataset),
+        )
+        return {(run_id, server_round): (event, steps) for run_id, server_round, event, steps in rows}
+
+    @staticmethod
+    def _figure(
+        charges: Mapping[tuple[str, int, str, str], tuple[str, int]], delta: float, adjacency: str
+    ) -> float:
+        totals: dict[str, int] = {}
+        for event, steps in charges.values():
+            totals[event] = totals.get(event, 0) + steps
+        pairs = [(Event.from_json(json.loads(event)), steps) for event, steps in totals.items() if steps > 0]
+        if not pairs:
+            return 0.0
+        value = epsilon_of(compose(pairs), delta, adjacency=adjacency).epsilon
+        return math.inf if math.isnan(value) else value
+
+    def report(
+        self, account: Account, *, delta: float | None = None, adjacency: str = "add_or_remove"
+    ) -> MirrorReport:
+        """Return the figure that stands for one account, with every difference seen so far.
+
+        Args:
+            account: whose.
+            delta: needed only for an account without receipts.
+            adjacency: likewise.
+
+        Raises:
+            LedgerError: if there is no receipt and no delta.
+        """
+        receipts = self.receipts(account)
+        if not receipts and delta is None:
+            raise LedgerError(
+                f"mirror of {account.client}/{account.dataset}: no receipts; give the run's delta"
+            )
+        newest = receipts[-1] if receipts else None
+        at = newest.delta if newest is not None else float(delta or 0.0)
+        relation = newest.adjacency if newest is not None else adjacency
+        recomputed = self._figure(self._charges(account, with_unanswered=True), at, relation)
+        claimed = max((receipt.epsilon for receipt in receipts), default=0.0)
+        flags = self._db.execute(
+            "SELECT client, dataset, code, text FROM flags WHERE client=? AND dataset=? ORDER BY id",
+            (account.client, account.dataset),
+        )
+        return MirrorReport(
+            account=account,
+            epsilon=max(claimed, recomputed),
+            claimed=claimed,
+            recomputed=recomputed,
+            delta=at,
+            adjacency=relation,
+            unit=newest.unit if newest is not None else "record",
+            unanswered=tuple(self._unanswered(account)),
+            head=self.known_head(account),
+            flags=tuple(MirrorFlag(*row) for row in flags),
+        )
+
+    def known_head(self, account: Account) -> str:
+        """Return the newest chain head that a receipt of the account named, or "" ."""
+        heads = [receipt.head for receipt in self.receipts(account)]
+        return max(heads, key=lambda head: decode_head(head)[0], default="")
