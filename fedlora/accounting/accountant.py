@@ -71,6 +71,7 @@ def epsilon_of(
     epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
     conditions = dict.fromkeys(text for event, _ in parts for text in event.conditions)
     if not all(event.chargeable for event, _ in parts):
+        relation = Adjacency.REPLACE_ONE
         conditions["conditional analysis: it never pays for a release"] = None
     return EpsilonReport(
         epsilon=epsilon,

@@ -209,3 +209,30 @@ def max_sample_rate(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def solve_parameter(private: Callable[[float], bool], safe: float, unsafe: float, tolerance: float = 1.0e-6) -> float:
+    """Return the value nearest to `unsafe` at which `private` was seen to hold, by bisection.
+
+    Args:
+      private: whether the target is met at a value.
+      safe: a value at which it is met.
+      unsafe: a value beyond.
+      tolerance: relative width of the last bracket.
+
+    Raises:
+      AccountingError: if the target is not met at `safe`.
+    """
+    if private(unsafe):
+        return unsafe
+    if not private(safe):
+        raise AccountingError(f"calibration: the target is not met even at {safe:g}; allow a larger epsilon or delta")
+    good, bad = safe, unsafe
+    for _ in range(200):
+        if abs(good - bad) <= tolerance * abs(good):
+            break
+        middle = math.sqrt(good * bad) if min(good, bad) > 0.0 else 0.5 * (good + bad)
+        if middle in (good, bad):
+            break
+        good, bad = (middle, bad) if private(middle) else (good, middle)
+    return good

@@ -22,7 +22,7 @@ _MARGIN = 1.0e-9
 
 @functools.lru_cache(maxsize=16)
 def _coefficients(a: float, b: float, size: int) -> FloatArray:
-    """log of (a)_n / ((b)_n n!) for n = 0..size-1; rising factorials by exact ratios near 0."""
+    """Log of (a)_n / ((b)_n n!) for n = 0..size-1; rising factorials by exact ratios near 0."""
     n = np.arange(size, dtype=np.float64)
     values = (gammaln(a + n) - gammaln(a)) - (gammaln(b + n) - gammaln(b)) - gammaln(n + 1.0)
     head = min(size - 1, 4096)

@@ -91,6 +91,7 @@ def choose_interval(widest: float, epsilon: float) -> float:
       widest: largest width of a single step's privacy loss.
       epsilon: a rough upper bound on the answer.
     """
+    epsilon = min(epsilon, 1.0e9)
     wanted = min(1.0e-4, max(epsilon, 1e-6) / 2000.0) if epsilon < 20.0 else epsilon / 2.0e5
     return _nice(max(wanted, widest / 3.0e5))
 
@@ -140,7 +141,7 @@ def _composed(
 
 def _plan(parts: Parts, adjacency: Adjacency, rough: float) -> tuple[Any, float, float] | None:
     split = gaussian_parts(parts)
-    if split is None or not math.isfinite(split[0]):
+    if split is None or not math.isfinite(split[0]) or math.isnan(rough):
         return None
     full, sampled = split
     steps = [(1.0 / math.sqrt(full), 1.0, 1)] if full > 0.0 else []
@@ -163,24 +164,38 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
       parts: basic events with counts; projections are taken by their Gaussian envelope.
       delta: in (0, 1).
       adjacency: neighbouring relation.
-      rough: any upper bound on the answer, to choose the discretisation.
+      rough: any upper bound on the answer, to choose the first discretisation; refined while it was far off.
 
     Returns:
       The bound (rounding margin included), or None where this tool does not apply.
     """
-    plan = _plan(parts, adjacency, rough)
-    if plan is None or delta < SMALLEST_DELTA or not math.isfinite(rough):
+    if delta < SMALLEST_DELTA:
         return None
-    (full, sampled), interval, rounding = plan
-    with _quiet():
-        value = float(_composed(full, sampled, interval, adjacency, True).get_epsilon_for_delta(delta))
-    return None if math.isnan(value) else max(0.0, value) + rounding
+    best = math.inf
+    for _ in range(4):
+        plan = _plan(parts, adjacency, min(rough, best))
+        if plan is None:
+            return None
+        (full, sampled), interval, rounding = plan
+        with _quiet():
+            value = float(_composed(full, sampled, interval, adjacency, True).get_epsilon_for_delta(delta))
+        guess = min(rough, best)
+        if not math.isnan(value):
+            best = min(best, max(0.0, value) + rounding)
+        if not best < guess / 2.0 or choose_interval_changed(plan, _plan(parts, adjacency, best)) is False:
+            break
+    return None if math.isinf(best) else best
+
+
+def choose_interval_changed(before: tuple[Any, float, float], after: tuple[Any, float, float] | None) -> bool:
+    """Whether another pass would use a finer grid."""
+    return after is not None and after[1] < before[1]
 
 
 def epsilon_lower(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> float | None:
     """Return the optimistic counterpart of `epsilon`: a lower bound, for checking other tools."""
     plan = _plan(parts, adjacency, rough)
-    if plan is None or delta < SMALLEST_DELTA or not math.isfinite(rough):
+    if plan is None or delta < SMALLEST_DELTA :
         return None
     (full, sampled), interval, rounding = plan
     with _quiet():
@@ -191,7 +206,7 @@ def epsilon_lower(parts: Parts, delta: float, adjacency: Adjacency, rough: float
 def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -> float | None:
     """Return an upper bound on delta at epsilon, or None where this tool does not apply."""
     plan = _plan(parts, adjacency, rough)
-    if plan is None or not math.isfinite(rough):
+    if plan is None :
         return None
     (full, sampled), interval, rounding = plan
     with _quiet():

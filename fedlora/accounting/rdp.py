@@ -11,7 +11,7 @@ import functools
 import math
 
 import numpy as np
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln, gammasgn, log_ndtr, logsumexp
 
 from fedlora.accounting import hypergeometric as hyper
 from fedlora.accounting.conditional import PaveEvent, SketchEvent
@@ -27,7 +27,7 @@ from fedlora.accounting.hypergeometric import FloatArray
 from fedlora.accounting.reports import Adjacency
 from fedlora.errors import UnsupportedEventError
 
-_WORK = 2.0e7
+_WORK = 1.0e7
 _MAX_INTEGER_ORDER = 20_000
 
 
@@ -91,7 +91,7 @@ def _whole_orders(limit: int) -> FloatArray:
 
 
 def _group_factors(group: ProjectionGroup, gain: float, last: int) -> FloatArray:
-    """log F_k, k = 0..last, of one group."""
+    """Log F_k, k = 0..last, of one group."""
     k = np.arange(last + 1, dtype=np.float64)
     z = k * (k - 1.0) / 2.0 * (group.kappa**2 * gain)
     if group.width is None or group.rank is None or group.rank == group.width:
@@ -155,8 +155,8 @@ def _full_moment(event: NoisyProjectionEvent, orders: FloatArray, gain: float) -
 
 
 def _kummer_budgeted(a: float, b: float, z: FloatArray) -> FloatArray:
-    """log 1F1 while the series stay affordable, the (valid, looser) e^z beyond."""
-    affordable = np.cumsum(z + 300.0) <= 2.0 * _WORK
+    """Log 1F1 while the series stay affordable, the (valid, looser) e^z beyond."""
+    affordable = np.cumsum(z + 300.0) <= _WORK
     return np.array(
         [
             hyper.log_kummer(a, b, float(v)) if ok or v > 2.0e6 else float(v)
@@ -177,7 +177,36 @@ def sampled_gaussian_moment(
     factors = k * (k - 1.0) / 2.0 * gain
     whole = _whole_orders(last)
     moments = np.array([poisson_moment(int(a), event.sample_rate, factors) for a in whole])
-    return _interpolate(orders, whole, moments)
+    values = _interpolate(orders, whole, moments)
+    sigma = 1.0 / math.sqrt(gain)
+    for index in np.flatnonzero((orders != np.round(orders)) & (orders < 33.0)):
+        below = math.floor(orders[index])
+        exact = _fractional_moment(float(orders[index]), event.sample_rate, sigma)
+        # G is convex: the extension of the next two integers' chord is a floor, and the chord itself a ceiling
+        floor = moments[below - 1] - (below + 1 - orders[index]) * (moments[below] - moments[below - 1])
+        if max(0.0, floor) <= exact <= values[index]:
+            values[index] = exact
+    return values
+
+
+def _fractional_moment(order: float, rate: float, sigma: float) -> float:
+    """Return G of the sampled Gaussian at a fractional order, infinity where the series does not settle.
+
+    Mironov, Talwar and Zhang, arXiv:1908.10530v1, Section 3.3: two binomial series with Gaussian tails.
+    """
+    i = np.arange(0.0, 2000.0)
+    j = order - i
+    z0 = sigma * sigma * math.log(1.0 / rate - 1.0) + 0.5 if rate < 1.0 else -math.inf
+    sign, log_binomial = gammasgn(j + 1.0), gammaln(order + 1.0) - gammaln(i + 1.0) - gammaln(j + 1.0)
+    log_q, log_p = math.log(rate), math.log1p(-rate)
+    first = log_binomial + i * log_q + j * log_p + i * (i - 1.0) / (2.0 * sigma**2) + log_ndtr((z0 - i) / sigma)
+    second = log_binomial + j * log_q + i * log_p + j * (j - 1.0) / (2.0 * sigma**2) + log_ndtr((j - z0) / sigma)
+    peak = float(max(np.max(first), np.max(second)))
+    sizes = np.exp(first - peak) + np.exp(second - peak)
+    # beyond the order the terms alternate and shrink, so that the last one bounds the rest; 1e-14 covers rounding
+    slack = float(sizes[-1]) + 1e-14 * float(np.sum(sizes))
+    total = float(np.sum(sign * sizes))
+    return math.inf if not total > 0.0 else peak + math.log(total + slack)
 
 
 def sketch_moment(event: SketchEvent, orders: FloatArray) -> FloatArray:

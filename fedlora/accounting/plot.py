@@ -1,0 +1,97 @@
+"""A small SVG line chart: epsilon against a swept parameter, alternatives side by side."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b8860b", "#444444")
+_DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 2")
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 480, 80, 20, 46, 60
+
+
+def _ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        steps = (1.0,) if last - first > 3 else (1.0, 2.0, 5.0)
+        return [s * 10.0**p for p in range(first, last + 1) for s in steps if low <= s * 10.0**p <= high * (1 + 1e-9)]
+    raw = (high - low) / 6.0 or 1.0
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= raw)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _scale(low: float, high: float, log: bool, start: float, stop: float, value: float) -> float:
+    if log:
+        low, high, value = math.log(low), math.log(high), math.log(value)
+    share = 0.5 if high == low else (value - low) / (high - low)
+    return start + share * (stop - start)
+
+
+def svg(title: str, x_label: str, x: Sequence[float], curves: Mapping[str, Sequence[float]], *,
+        log_x: bool = False) -> str:
+    """Return the chart as SVG text.
+
+    Args:
+      title: headline.
+      x_label: name of the swept parameter.
+      x: its values; > 0 if `log_x`.
+      curves: epsilon for each value by name; infinite or non-positive values leave a gap. Epsilon is drawn on a log
+        scale when it spans more than a factor of 20.
+      log_x: logarithmic parameter axis.
+    """
+    finite = [v for curve in curves.values() for v in curve if math.isfinite(v) and v > 0.0] or [1.0]
+    low, high = min(finite), max(finite)
+    log_y = high / low > 20.0
+    low, high = (low / 1.2, high * 1.2) if log_y else (0.0, high * 1.08)
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def at(xv: float, yv: float) -> tuple[float, float]:
+        return _scale(min(x), max(x), log_x, _LEFT, right, xv), _scale(low, high, log_y, bottom, _TOP, yv)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="12" role="img"><title>{html.escape(title)}</title>',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{html.escape(title)}</text>',
+    ]
+    for tick in _ticks(min(x), max(x), log_x):
+        px = at(tick, high)[0]
+        parts.append(f'<path d="M{px:.1f} {_TOP}V{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    for tick in _ticks(low, high, log_y):
+        py = at(x[0], tick)[1]
+        parts.append(f'<path d="M{_LEFT} {py:.1f}H{right}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 16}" text-anchor="middle">{html.escape(x_label)}</text>')
+    parts.append(f'<text x="18" y="{(_TOP + bottom) / 2}" transform="rotate(-90 18 {(_TOP + bottom) / 2})" '
+                 'text-anchor="middle">epsilon</text>')
+    for index, (name, values) in enumerate(curves.items()):
+        parts.append(_curve(name, index, [at(a, b) if math.isfinite(b) and b > 0.0 else None
+                                          for a, b in zip(x, values, strict=True)]))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _curve(name: str, index: int, points: list[tuple[float, float] | None]) -> str:
+    colour, dash = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
+    path, pen = [], "M"
+    for point in points:
+        if point is None:
+            pen = "M"
+            continue
+        path.append(f"{pen}{point[0]:.1f} {point[1]:.1f}")
+        pen = "L"
+    style = f'stroke="{colour}" stroke-dasharray="{dash}"'
+    y = _TOP + 14 + 18 * index
+    x = _WIDTH - _RIGHT - 290
+    return (
+        f'<path d="{"".join(path) or "M0 0"}" fill="none" stroke-width="2" {style}/>'
+        f'<path d="M{x} {y - 4}h28" stroke-width="2" {style}/><text x="{x + 34}" y="{y}">{html.escape(name)}</text>'
+    )
+
+
+def write(path: Path, chart: str) -> None:
+    """Write the chart; the folder must exist."""
+    path.write_text(chart, encoding="utf-8")
