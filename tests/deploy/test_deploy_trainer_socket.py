@@ -1,0 +1,211 @@
+"""The trainer's Unix socket: token, permissions, bounds, restarts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedlora.errors import AuthenticationError, DeploymentError, PayloadTooLargeError, TrainerUnreachableError
+from fedlora.training.port import Packet, encode_packet
+from fedlora.training.service import NONCE_BYTES, RELAY, SocketPort, load_token, proof
+from fedlora.training.service_server import ServiceLimits, TrainerService, ensure_token
+
+
+class Echo:
+    """Answers with the packet it got, after an optional wait."""
+
+    def __init__(self, wait: float = 0.0) -> None:
+        self.wait, self.count = wait, 0
+
+    def exchange(self, packet: Packet) -> Packet:
+        self.count += 1
+        time.sleep(self.wait)
+        return packet
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    folder = Path("/tmp") / f"fl{os.getpid()}{time.monotonic_ns() % 10**8}"  # Unix socket paths are short
+    folder.mkdir(mode=0o700)
+    yield folder
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def start(place: Path, port: Echo, **limits: float) -> TrainerService:
+    token = ensure_token(place / "token")
+    service = TrainerService(port, place / "s", token, limits=ServiceLimits(**limits))  # type: ignore[arg-type]
+    service.start()
+    return service
+
+
+def client(place: Path, **changes: object) -> SocketPort:
+    arguments: dict[str, object] = {"connect_seconds": 3.0, "request_seconds": 10.0, **changes}
+    return SocketPort(str(place / "s"), str(place / "token"), **arguments)  # type: ignore[arg-type]
+
+
+def test_packets_go_through_unchanged(place: Path) -> None:
+    service = start(place, Echo())
+    packet = Packet({"op": "x", "n": 3}, {"a": np.arange(300_000, dtype=np.float32), "e": np.zeros((0, 4), np.int8)})
+    answer = client(place).exchange(packet)
+    service.stop()
+    assert answer.header == packet.header
+    for name, array in packet.arrays.items():
+        assert answer.arrays[name].dtype == array.dtype
+        assert np.array_equal(answer.arrays[name], array)
+
+
+def test_socket_and_token_are_private(place: Path) -> None:
+    service = start(place, Echo())
+    assert stat.S_IMODE((place / "s").stat().st_mode) == 0o600
+    assert stat.S_IMODE((place / "token").stat().st_mode) == 0o600
+    assert len(load_token(place / "token")) == 32
+    service.stop()
+    assert not (place / "s").exists()
+
+
+def test_a_wrong_token_is_refused_by_name_and_nothing_is_asked(place: Path) -> None:
+    port = Echo()
+    service = start(place, port)
+    wrong = place / "wrong"
+    wrong.write_bytes(b"x" * 32)
+    wrong.chmod(0o600)
+    with pytest.raises(AuthenticationError, match="refused the token"):
+        SocketPort(str(place / "s"), str(wrong), connect_seconds=3.0).exchange(Packet({}))
+    service.stop()
+    assert port.count == 0
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o666])
+def test_a_token_that_others_can_read_is_refused(place: Path, mode: int) -> None:
+    ensure_token(place / "token")
+    (place / "token").chmod(mode)
+    with pytest.raises(AuthenticationError, match="others may read"):
+        load_token(place / "token")
+
+
+def test_a_fake_trainer_does_not_get_the_request(place: Path) -> None:
+    ensure_token(place / "token")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(place / "s"))
+    listener.listen(1)
+    seen: list[bytes] = []
+
+    def impostor() -> None:
+        stream, _ = listener.accept()
+        with stream:
+            stream.sendall(b"n" * NONCE_BYTES)
+            stream.recv(4096)
+            stream.sendall(b"f" * NONCE_BYTES)
+            stream.settimeout(2)
+            seen.append(stream.recv(4096))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(AuthenticationError, match="does not know the token"):
+        client(place).exchange(Packet({"op": "secret"}))
+    thread.join()
+    listener.close()
+    assert seen == [b""]
+
+
+def handshake(place: Path) -> socket.socket:
+    token = load_token(place / "token")
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.settimeout(5)
+    stream.connect(str(place / "s"))
+    nonce = stream.recv(NONCE_BYTES)
+    stream.sendall(b"m" * NONCE_BYTES + proof(token, RELAY, nonce, b"m" * NONCE_BYTES))
+    assert len(stream.recv(NONCE_BYTES)) == NONCE_BYTES
+    return stream
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" + b"\0" * 32,
+        struct.pack(">4sIQ", b"FLRP", 10, 2**62),
+        struct.pack(">4sIQ", b"FLRP", 2**31, 0),
+        struct.pack(">4sIQ", b"FLRP", 4, 0) + b"nope",
+        struct.pack(">4sIQ", b"FLRP", 2, 0) + b"[]",
+    ],
+)
+def test_malformed_and_oversized_packets_are_answered_with_a_failure(place: Path, bad: bytes) -> None:
+    port = Echo()
+    service = start(place, port, max_message_bytes=1 << 20)
+    with handshake(place) as stream:
+        stream.sendall(bad)
+        assert b"failure" in stream.recv(4096)
+    assert client(place).exchange(Packet({"op": "after"})).header == {"op": "after"}
+    service.stop()
+    assert port.count == 1
+
+
+def test_an_answer_above_the_limit_is_refused_at_the_relay(place: Path) -> None:
+    service = start(place, Echo())
+    with pytest.raises(PayloadTooLargeError):
+        client(place, max_bytes=1000).exchange(Packet({}, {"a": np.zeros(10_000, np.float32)}))
+    service.stop()
+
+
+def test_the_relay_waits_for_a_trainer_that_restarts(place: Path) -> None:
+    first = start(place, Echo())
+    first.stop()
+    started: list[TrainerService] = []
+    timer = threading.Timer(0.7, lambda: started.append(start(place, Echo())))
+    timer.start()
+    assert client(place).exchange(Packet({"op": "later"})).header == {"op": "later"}
+    timer.join()
+    started[0].stop()
+
+
+def test_no_trainer_is_one_clear_error_in_bounded_time(place: Path) -> None:
+    ensure_token(place / "token")
+    began = time.monotonic()
+    with pytest.raises(TrainerUnreachableError, match="fedlora trainer"):
+        client(place, connect_seconds=0.5).exchange(Packet({}))
+    assert time.monotonic() - began < 5
+
+
+def test_a_second_trainer_on_the_same_socket_is_refused(place: Path) -> None:
+    service = start(place, Echo())
+    with pytest.raises(DeploymentError, match="another trainer"):
+        start(place, Echo())
+    assert client(place).exchange(Packet({"op": "first"})).header == {"op": "first"}
+    service.stop()
+
+
+def test_a_file_in_the_sockets_place_is_left_alone(place: Path) -> None:
+    (place / "s").write_text("precious")
+    with pytest.raises(DeploymentError, match="something else"):
+        start(place, Echo())
+    assert (place / "s").read_text() == "precious"
+
+
+def test_silent_connections_do_not_block_others(place: Path) -> None:
+    service = start(place, Echo(), idle_seconds=0.3)
+    idle = [handshake(place) for _ in range(8)]
+    assert client(place).exchange(Packet({"op": "served"})).header == {"op": "served"}
+    for stream in idle:
+        stream.close()
+    service.stop()
+
+
+def test_one_request_costs_little(place: Path) -> None:
+    service = start(place, Echo())
+    packet = Packet({}, {"a": np.zeros(250_000, np.float32)})
+    began = time.monotonic()
+    for _ in range(5):
+        client(place).exchange(packet)
+    service.stop()
+    assert (time.monotonic() - began) / 5 < 0.2
+    assert len(encode_packet(packet)) > 1_000_000
