@@ -68,9 +68,7 @@ def injected_noise_by_layer(
     result = {}
     for name, gradient in gradients.items():
         g = gradient.detach().double().cpu()
-        values = [
-            injected_noise_measure(g, draw_a(rank, g.shape[1], init, generator)) for _ in range(draws)
-        ]
+        values = [injected_noise_measure(g, draw_a(rank, g.shape[1], init, generator)) for _ in range(draws)]
         norm = float(torch.linalg.matrix_norm(g))
         mean = sum(values) / draws
         result[name] = {

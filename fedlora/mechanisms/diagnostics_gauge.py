@@ -215,9 +215,7 @@ def _paper_run(problem: GaugeProblem, factors: Factors, s: GaugeSettings) -> Pat
     path = []
     for ambient in problem.ambient:
         gradients = problem.record_gradients([t.a @ t.b.mT for t in states])
-        lifts = [
-            paper_lift(t.a, t.b, g @ t.b, g.mT @ t.a) for t, g in zip(states, gradients, strict=True)
-        ]
+        lifts = [paper_lift(t.a, t.b, g @ t.b, g.mT @ t.a) for t, g in zip(states, gradients, strict=True)]
         squared = torch.stack(
             [paper_squared_norm(t.a, t.b, *pair) for t, pair in zip(states, lifts, strict=True)]
         ).sum(0)

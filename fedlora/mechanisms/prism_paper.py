@@ -119,9 +119,11 @@ def paper_step(
 
 def _project(basis: Tensor, x: Tensor) -> Tensor:
     """Return basis (basis^T basis)^+ basis^T x."""
-    return basis @ (torch.linalg.pinv(basis.mT @ basis, hermitian=True) @ (basis.mT @ x))
+    projected: Tensor = basis @ (torch.linalg.pinv(basis.mT @ basis, hermitian=True) @ (basis.mT @ x))
+    return projected
 
 
 def _trace_inverse(factor: Tensor) -> Tensor:
     """Return tr((factor^T factor)^-1), (...,); infinite where the factor is rank-deficient."""
-    return (1.0 / torch.linalg.svdvals(factor).square()).sum(-1)
+    trace: Tensor = (1.0 / torch.linalg.svdvals(factor).square()).sum(-1)
+    return trace

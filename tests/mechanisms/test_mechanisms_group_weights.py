@@ -1,0 +1,94 @@
+"""The public rule for group weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fedlora.errors import PrivacyParameterError
+from fedlora.mechanisms.group_weights import (
+    mechanism_dimension,
+    mechanism_energy,
+    neyman_weights,
+    weights_for,
+)
+from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
+from fedlora.wire.payload import AdapterLayout, ModuleSpec
+
+SPEC = ModuleSpec(384, 384, 8, 2.0)
+
+
+def test_shares_follow_the_square_root_of_the_dimensions() -> None:
+    rule = neyman_weights({"a": 0.5, "h": 3.0}, {"a": 6400, "h": 100})
+    assert rule.shares["h"] == pytest.approx(10 / 90)
+    assert rule.weights["a"] == 1.0
+    total = sum((rule.weights[g] * rule.norms[g]) ** 2 for g in "ah")
+    assert (rule.weights["h"] * 3.0) ** 2 / total == pytest.approx(rule.shares["h"], rel=0.02)
+    assert rule.typical_norm == pytest.approx(math.sqrt(total))
+
+
+def test_no_other_split_has_a_smaller_sum_of_noise_to_signal_ratios() -> None:
+    dimensions = {"a": 72960, "h": 1540}
+    rule = neyman_weights({"a": 0.1, "h": 1.0}, dimensions)
+
+    def cost(share: float) -> float:
+        return dimensions["h"] / share + dimensions["a"] / (1 - share)
+
+    best = cost(rule.shares["h"])
+    assert all(cost(s) >= best for s in (0.001, 0.01, 0.05, 0.1, 0.15, 0.3, 0.5, 0.9))
+
+
+def test_weights_scale_against_the_norms_only() -> None:
+    one = neyman_weights({"a": 1.0, "h": 2.0}, {"a": 1000, "h": 10})
+    two = neyman_weights({"a": 10.0, "h": 20.0}, {"a": 1000, "h": 10})
+    assert one.weights == two.weights
+    three = neyman_weights({"a": 1.0, "h": 4.0}, {"a": 1000, "h": 10})
+    assert three.weights["h"] == pytest.approx(one.weights["h"] / 2, rel=0.01)
+
+
+def test_a_group_without_signal_gets_a_finite_weight() -> None:
+    rule = neyman_weights({"a": 1.0, "h": 0.0}, {"a": 1000, "h": 10})
+    assert math.isfinite(rule.weights["h"])
+    assert rule.weights["h"] > 0
+
+
+@pytest.mark.parametrize(
+    ("norms", "dimensions"),
+    [
+        ({"a": 0.0}, {"a": 5}),
+        ({"a": math.nan}, {"a": 5}),
+        ({"a": 1.0}, {"b": 5}),
+        ({"a": 1.0}, {"a": 0}),
+        ({}, {}),
+    ],
+)
+def test_unusable_public_norms_are_refused(norms: dict[str, float], dimensions: dict[str, int]) -> None:
+    with pytest.raises(PrivacyParameterError, match="group weights"):
+        neyman_weights(norms, dimensions)
+
+
+def test_energy_and_dimension_follow_the_mechanisms_geometry() -> None:
+    assert mechanism_energy("prism", SPEC, 1.0) == pytest.approx(16 / 384 - 64 / 384**2)
+    assert mechanism_energy("lora_fa", SPEC, 1.0) == 4.0
+    assert mechanism_energy("noisy_projection", SPEC, 1.0) == 1.0
+    assert mechanism_dimension("prism", SPEC) == 8 * 760
+    assert mechanism_dimension("factor", SPEC) == 8 * 768
+    assert mechanism_dimension("lora_fa", SPEC) == 8 * 384
+    assert mechanism_dimension("dp_sgd", SPEC) == 384 * 384
+
+
+def test_prism_gets_a_much_smaller_head_weight_than_lora_fa() -> None:
+    layout = AdapterLayout(
+        {f"m{i}": SPEC for i in range(12)}, {"c|weight": (4, 384), "c|bias": (4,)}, "0" * 64
+    )
+    norms = dict.fromkeys(layout.modules, 0.01)
+    prism = weights_for("prism", layout, norms, 1.0).weights
+    fa = weights_for("lora_fa", layout, norms, 1.0).weights
+    assert prism[GROUP_ADAPTERS] == fa[GROUP_ADAPTERS] == 1.0
+    assert prism[GROUP_HEAD] < 0.2 * fa[GROUP_HEAD]
+
+
+def test_one_group_alone_has_weight_one() -> None:
+    layout = AdapterLayout({"m": SPEC}, {}, "0" * 64)
+    assert weights_for("lora_fa", layout, {"m": 0.3}, 0.0).weights == {GROUP_ADAPTERS: 1.0}
