@@ -1,0 +1,379 @@
+"""A thin Flower strategy: sample logical clients, one message a node, check, aggregate.
+
+All arithmetic is in `fedlora.aggregation`; this class moves messages. It works under Flower's own
+`Strategy.start` and under a round loop that checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedlora.aggregation import AggregateResult, Aggregator
+from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
+from fedlora.simulation.messages import from_record, to_record
+from fedlora.training.port import pack_request, unpack_reply
+from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
+from fedlora.wire import (
+    AdapterPayload,
+    Compression,
+    ModuleSpec,
+    ReplyGuard,
+    from_arrays,
+    payload_fingerprint,
+    predict_size,
+    to_arrays,
+)
+from strategies.privacy import ClientUnitLedger
+from strategies.sampling import ClientSampler
+
+_LOG = logging.getLogger(__name__)
+
+
+class PerRound(Protocol):
+    """A part that must know which round runs."""
+
+    def at_round(self, server_round: int) -> None:
+        """Note the round's number."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """PUBLIC constants that every request repeats.
+
+    Attributes:
+        run_id: unique name of the run.
+        config: resolved configuration as plain JSON values.
+        config_hash: its hash.
+        steps: optimiser steps per client and round.
+        timeout_seconds: how long a message may live.
+        compression: encoding of the numbers.
+    """
+
+    run_id: str
+    config: Mapping[str, Any]
+    config_hash: str
+    steps: int
+    timeout_seconds: float
+    compression: Compression = "none"
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round, for the report; per-client entries only where the run allows them.
+
+    Attributes:
+        server_round: 1, 2, ...
+        asked: sampled clients in id order.
+        accepted: whose update was used.
+        refused: client to reason (budget or policy; its own decision).
+        rejected: client to reason (failed checks, failed training).
+        missing: asked, but no answer in time.
+        epsilon: client to what its own ledger says (binding).
+        result: the aggregate, or None if the round failed.
+    """
+
+    server_round: int
+    asked: tuple[str, ...]
+    accepted: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    epsilon: dict[str, float] = field(default_factory=dict)
+    result: AggregateResult | None = None
+
+
+class FedLoraStrategy(Strategy):
+    """Samples clients, sends `RoundRequest`s, aggregates `RoundReply`s.
+
+    Args:
+        facts: PUBLIC constants of the run.
+        aggregator: from `fedlora.aggregation.build_aggregator`.
+        sampler: which clients take part.
+        payload: the global adapter that the run starts (or resumes) from.
+        roster: node id to the logical clients that live there.
+        on_reply: called with every client's answer, used or not (ledger mirror): what was released is spent.
+        specs: client to its own ranks and scalings, where they differ from the layout (mixed modes).
+        per_round: parts that are told each round's number (server noise, server ledger).
+    """
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        aggregator: Aggregator,
+        sampler: ClientSampler,
+        payload: AdapterPayload,
+        roster: Mapping[int, Sequence[str]],
+        *,
+        on_reply: Callable[[ClientReply], None] | None = None,
+        specs: Mapping[str, Mapping[str, ModuleSpec]] | None = None,
+        per_round: Sequence[PerRound] = (),
+    ) -> None:
+        """Bind the parts; nothing is sent yet."""
+        self.facts, self.aggregator, self.sampler = facts, aggregator, sampler
+        self.payload = payload
+        self.full: AdapterPayload | None = None
+        self.recipe: str | None = None
+        self.rounds: list[RoundRecord] = []
+        self._on_reply, self._per_round = on_reply, tuple(per_round)
+        self._specs = {client: dict(own) for client, own in (specs or {}).items()}
+        self._home: dict[str, int] = {}
+        self._sent: list[tuple[Message, tuple[str, ...]]] = []
+        self._record: RoundRecord | None = None
+        self.set_roster(roster)
+
+    def set_roster(self, roster: Mapping[int, Sequence[str]]) -> None:
+        """Replace who lives where (nodes come and go between rounds)."""
+        home: dict[str, int] = {}
+        for node, clients in sorted(roster.items()):
+            for client in clients:
+                if client in home:
+                    raise WireError(
+                        f"client {client!r} is announced by nodes {home[client]} and {node}; one identity lives at "
+                        "one node"
+                    )
+                home[client] = node
+        self._home = home
+
+    @property
+    def initial_arrays(self) -> ArrayRecord:
+        """The present global adapter as Flower's arrays."""
+        return _record_of(self.payload)
+
+    # -- training ------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients and build one message a node (more where its clients' ranks differ)."""
+        del config
+        self._take_arrays(arrays)
+        for part in self._per_round:
+            part.at_round(server_round)
+        self.aggregator.begin(self.payload, recipe=self.recipe)
+        online = set(grid.get_node_ids())
+        asked = self.sampler.draw(server_round, tuple(self._home))
+        self._record = RoundRecord(server_round, asked)
+        groups: dict[tuple[int, str], list[str]] = {}
+        for client in asked:
+            if self._home[client] in online:
+                groups.setdefault((self._home[client], repr(self._specs.get(client))), []).append(client)
+        self._sent = []
+        for (node, _), clients in sorted(groups.items()):
+            request = self._request(server_round, clients)
+            message = Message(
+                to_record(pack_request(request)), node, MessageType.TRAIN, ttl=self.facts.timeout_seconds
+            )
+            self._sent.append((message, tuple(clients)))
+        return [message for message, _ in self._sent]
+
+    def _take_arrays(self, arrays: ArrayRecord) -> None:
+        if len(arrays) == 0:
+            return
+        header, _ = to_arrays(self.payload)
+        self.payload = from_arrays(header, {name: array.numpy() for name, array in arrays.items()})
+
+    def _request(self, server_round: int, clients: Sequence[str]) -> RoundRequest:
+        specs = self._specs.get(clients[0])
+        payload = self.payload
+        if specs is not None:
+            payload = self.aggregator.downlink(self.payload if self.full is None else self.full, specs)
+        return RoundRequest(
+            run_id=self.facts.run_id,
+            server_round=server_round,
+            config=self.facts.config,
+            config_hash=self.facts.config_hash,
+            payload=payload,
+            clients=tuple(clients),
+            steps=self.facts.steps,
+            reduce=self.aggregator.can_reduce and len(clients) > 1,
+        )
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check every answer, aggregate the good ones in client-id order, keep the record.
+
+        Raises:
+            TooFewRepliesError: fewer usable updates than `federation.min_replies`; the global adapter
+                is unchanged and the record tells why.
+        """
+        record = self._record
+        if record is None or record.server_round != server_round:
+            raise WireError(f"round {server_round} was not configured; answers without questions are dropped")
+        self._record = None
+        self.rounds.append(record)
+        guard = ReplyGuard(self.facts.run_id, server_round, record.asked)
+        found = [reply for message in replies if (reply := self._open(message, guard, record)) is not None]
+        self._use(found, guard, record)
+        record.missing = tuple(client for client in guard.missing if client not in record.rejected)
+        private = self.aggregator.plan is not None
+        if private and self._sent and not found:
+            raise TooFewRepliesError(
+                f"round {server_round}: no node answered ({len(self._sent)} were asked); nothing was released"
+            )
+        result = self.aggregator.finish()
+        record.result, record.accepted = result, result.accepted
+        record.rejected.update(result.rejected)
+        self.payload, self.full = result.payload, result.full
+        for part in self._per_round:
+            if isinstance(part, ClientUnitLedger) and result.event is not None:
+                part.commit(result.event, payload_fingerprint(result.payload))
+        return _record_of(self.payload), _metrics(record, result, private)
+
+    def _open(self, message: Message, guard: ReplyGuard, record: RoundRecord) -> RoundReply | None:
+        node, clients = self._sender(message)
+        if message.has_error():
+            reason = f"{node}: {message.error.reason or f'error code {message.error.code}'}"
+            record.rejected.update(dict.fromkeys(clients, reason))
+            _LOG.warning("round %s: %s", record.server_round, reason)
+            return None
+        try:
+            reply = unpack_reply(from_record(message.content))
+            guard.check_round(reply.run_id, reply.server_round, node)
+        except (FedLoraError, ValueError, TypeError) as error:
+            reason = f"{node}: {type(error).__name__}: {error}"
+            record.rejected.update(dict.fromkeys(clients, reason))
+            _LOG.warning("round %s: %s", record.server_round, reason)
+            return None
+        return self._own(reply, clients, node, record)
+
+    @staticmethod
+    def _own(reply: RoundReply, clients: tuple[str, ...], node: str, record: RoundRecord) -> RoundReply:
+        """Drop answers in the name of clients that this node was not asked for."""
+        strangers = [r.client for r in reply.replies if r.client not in clients]
+        strangers += [client for client in reply.reduced_clients if client not in clients]
+        if not strangers:
+            return reply
+        reason = (
+            f"{node} answered for clients it was not asked for: {sorted(strangers)[:3]}; all of it is dropped"
+        )
+        _LOG.warning("round %s: %s", record.server_round, reason)
+        record.rejected.update(dict.fromkeys(clients, reason))
+        return RoundReply(reply.run_id, reply.server_round, ())
+
+    def _sender(self, message: Message) -> tuple[str, tuple[str, ...]]:
+        asked = message.metadata.reply_to_message_id
+        source = message.metadata.src_node_id
+        for sent, clients in self._sent:
+            if asked and sent.metadata.message_id == asked:
+                return f"node {sent.metadata.dst_node_id}", clients
+        here = [c for sent, clients in self._sent if sent.metadata.dst_node_id == source for c in clients]
+        return f"node {source}", tuple(here)
+
+    def _use(self, found: Sequence[RoundReply], guard: ReplyGuard, record: RoundRecord) -> None:
+        ones = sorted((one for reply in found for one in reply.replies), key=lambda one: one.client)
+        summed = {client for reply in found for client in reply.reduced_clients}
+        for one in ones:
+            try:
+                guard.accept(one.client)
+            except WireError as error:
+                _LOG.warning("round %s: %s", record.server_round, error)
+                continue
+            self._use_one(one, one.client in summed, record)
+        for reply in sorted(found, key=lambda reply: min(reply.reduced_clients, default="")):
+            if reply.reduced is not None:
+                self._use_sum(reply, ones, record)
+
+    def _use_one(self, one: ClientReply, summed: bool, record: RoundRecord) -> None:
+        if self._on_reply is not None:
+            self._on_reply(one)
+        if one.epsilon is not None:
+            record.epsilon[one.client] = one.epsilon
+        if one.status != "ok":
+            reasons = record.refused if one.status == "refused" else record.rejected
+            reasons[one.client] = str((one.error or {}).get("message", one.status))
+        elif one.payload is not None:
+            if self.aggregator.mode.mixed:
+                self._specs[one.client] = dict(one.payload.modules)
+            self.aggregator.add(one.client, one.payload)
+        elif not summed:
+            record.rejected[one.client] = "answered ok without an update"
+
+    def _use_sum(self, reply: RoundReply, ones: Sequence[ClientReply], record: RoundRecord) -> None:
+        good = {one.client for one in ones if one.status == "ok" and one.payload is None}
+        if set(reply.reduced_clients) <= good and reply.reduced is not None and self.aggregator.can_reduce:
+            self.aggregator.add_reduced(reply.reduced_clients, reply.reduced)
+            return
+        reason = "a node's sum names clients without a good answer of their own, or was not asked for"
+        record.rejected.update(dict.fromkeys(reply.reduced_clients, reason))
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nobody: evaluation on private records is a release; public records are evaluated at the server."""
+        del server_round, arrays, config, grid
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return None; see `configure_evaluate`."""
+        del server_round, replies
+        return None
+
+    def summary(self) -> None:
+        """Log mode, sampling and the predicted bytes of one update."""
+        mode = self.aggregator.mode
+        size = predict_size(self.aggregator.layout, mode.uplink, self.facts.compression)
+        _LOG.info(
+            "aggregation %s (%s), clients per round %s, one update %d bytes up (%s)",
+            mode.kind,
+            "exact" if mode.exact else "inexact, residual reported",
+            self.sampler.asked,
+            size.total,
+            self.facts.compression,
+        )
+
+    # -- resume --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what is carried between rounds besides `payload` (flat: arrays and JSON scalars)."""
+        own: dict[str, Any] = {"specs": json.dumps({c: _plain(s) for c, s in sorted(self._specs.items())})}
+        if self.full is not None:
+            own["full"], arrays = to_arrays(self.full)
+            own |= {f"full/{name}": array for name, array in arrays.items()}
+        return {**{f"aggregator/{key}": value for key, value in self.aggregator.state().items()}, **own}
+
+    def restore(self, payload: AdapterPayload, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.payload, self.full = payload, None
+        if "full" in state:
+            arrays = {key[5:]: value for key, value in state.items() if key.startswith("full/")}
+            self.full = from_arrays(str(state["full"]), arrays)
+        specs = json.loads(state.get("specs", "{}"))
+        self._specs = {c: {m: ModuleSpec(*spec) for m, spec in own.items()} for c, own in specs.items()}
+        parts = {key[11:]: value for key, value in state.items() if key.startswith("aggregator/")}
+        self.aggregator.restore(parts)
+        self._record, self._sent = None, []
+
+
+def _plain(specs: Mapping[str, ModuleSpec]) -> dict[str, list[float]]:
+    return {m: [s.out_features, s.in_features, s.rank, s.scaling] for m, s in specs.items()}
+
+
+def _record_of(payload: AdapterPayload) -> ArrayRecord:
+    _, arrays = to_arrays(payload)
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def _metrics(record: RoundRecord, result: AggregateResult, private: bool) -> MetricRecord:
+    """Under client-level privacy who took part is not public, so no counts are given."""
+    metrics: dict[str, int | float | list[int] | list[float]] = {"residual": float(result.residual)}
+    if not private:
+        metrics |= {
+            "clients-asked": len(record.asked),
+            "clients-accepted": len(result.accepted),
+            "clients-refused": len(record.refused),
+            "clients-rejected": len(record.rejected),
+            "clients-missing": len(record.missing),
+            "uplink-bytes": result.uplink_bytes,
+        }
+    return MetricRecord(metrics)
