@@ -49,8 +49,10 @@ def to_int8_rows(values: Float, rng: np.random.Generator) -> tuple[npt.NDArray[n
 
     Returns: (codes int8 of the same shape, scales float32 (rows,)).
     """
-    table = np.ascontiguousarray(values, dtype=np.float32).reshape(rows_of(values.shape), -1)
-    if table.shape[1] == 0:
+    rows = rows_of(values.shape)
+    columns = values.size // max(rows, 1)
+    table = np.ascontiguousarray(values, dtype=np.float32).reshape(rows, columns)
+    if table.size == 0:
         return np.zeros(values.shape, dtype=np.int8), np.zeros(table.shape[0], dtype=np.float32)
     peak = np.abs(table).max(axis=1)
     scales = np.where(np.isfinite(peak), peak / np.float32(127.0), np.float32(np.nan)).astype(np.float32)
