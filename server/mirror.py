@@ -20,20 +20,22 @@ Spent = tuple[tuple[str, int], ...]
 class LedgerMirror:
     """Counts events per client and recomputes epsilon from them."""
 
-    def __init__(self, config: FedLoraConfig, memory: Mapping[str, Any] | None = None) -> None:
-        """Start empty, or from what `memory` returned."""
+    def __init__(self, config: FedLoraConfig) -> None:
+        """Start empty."""
         self._config = config
         self._spent: dict[str, dict[str, int]] = {}
         self._said: dict[str, float] = {}
         self._known: dict[Spent, float] = {}
-        if memory is not None:
-            self._spent = {client: dict(counts) for client, counts in memory["spent"].items()}
-            self._said = {client: float(said) for client, said in memory["said"].items()}
 
     def memory(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
         said = {client: str(value) for client, value in self._said.items()}
         return {"spent": self._spent, "said": said}
+
+    def restore(self, memory: Mapping[str, Any]) -> None:
+        """Take back what `memory` returned."""
+        self._spent = {client: dict(counts) for client, counts in memory["spent"].items()}
+        self._said = {client: float(said) for client, said in memory["said"].items()}
 
     def note(self, reply: ClientReply) -> None:
         """Count one accepted or rejected update: it was released, so it is spent."""

@@ -89,6 +89,7 @@ class ServerSettings:
         clients: node number to its logical clients, where known; asked from the nodes otherwise.
         progress: called after every round.
         stop_after: end the process's part after this round (tests of resume); None for no early end.
+        bench: the loaded base model, where whoever resolved the configuration has loaded it already.
         result: set by the ServerApp at the end.
     """
 
@@ -99,6 +100,7 @@ class ServerSettings:
     clients: Mapping[int, Sequence[str]] | None = None
     progress: Progress | None = None
     stop_after: int | None = None
+    bench: Any = None
     result: RunResult | None = None
 
 

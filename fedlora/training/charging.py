@@ -75,8 +75,11 @@ class LedgerKeeper:
 
 
 def charges(config: FedLoraConfig) -> bool:
-    """Return whether clients' ledgers pay for rounds of this configuration."""
-    return not isinstance(config.privacy, NoPrivacy)
+    """Return whether clients' ledgers pay for rounds of this configuration.
+
+    Under client-level privacy the noise is added to the sum, and whoever adds it pays (see the server).
+    """
+    return isinstance(config.privacy, RecordPrivacy)
 
 
 def budget_terms(config: FedLoraConfig) -> Budget:

@@ -1,0 +1,61 @@
+"""Flower's ServerApp: reads the run's settings, runs the rounds, writes the run folder.
+
+In a simulation the settings are registered in this process (`fedlora.simulation.settings`); under
+`flwr run` and in a deployment they come from the run configuration: `config` names the YAML file and
+`overrides` holds dotted overrides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedlora.simulation.settings import RunResult, ServerSettings, take_settings
+from server.finish import finish
+from server.from_context import settings_from_context
+from server.setup import build_server
+
+_LOG = logging.getLogger(__name__)
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run one federated training."""
+    settings = take_settings(context.run_id)
+    if settings is None:
+        settings = settings_from_context(context)
+    settings.result = run(grid, settings)
+
+
+def run(grid: Grid, settings: ServerSettings) -> RunResult:
+    """Run all rounds and write the run folder.
+
+    Args:
+        grid: Flower's grid.
+        settings: the run's settings.
+
+    Raises:
+        FedLoraError: whatever ends the run early; the run folder then says "failed" and why.
+    """
+    started = time.perf_counter()
+    server = build_server(settings, grid)
+    try:
+        server.folder.write_config(settings.config)
+        server.folder.write_environment()
+        if settings.resume:
+            server.loop.resume()
+        rounds_started = time.perf_counter()
+        try:
+            status = server.loop.run()
+        except Exception as error:
+            server.folder.write_json("summary.json", {"status": "failed", "error": type(error).__name__})
+            raise
+        server.seconds["rounds"] = time.perf_counter() - rounds_started
+        return finish(server, status, time.perf_counter() - started)
+    finally:
+        server.close()

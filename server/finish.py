@@ -1,0 +1,75 @@
+"""The end of a run: export, check, summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from fedlora.errors import FedLoraError
+from fedlora.simulation.settings import RunResult
+from fedlora.training.port import Packet, encode_packet
+from fedlora.wire.codec import to_arrays
+from fedlora.wire.payload import AdapterPayload
+from server.folder import write_atomically
+from server.noise import is_seeded
+from server.setup import Server, statement
+
+_LOG = logging.getLogger(__name__)
+
+
+def save_payload(path: Path, payload: AdapterPayload) -> None:
+    """Write an adapter in its own coordinates (fedlora's packet format)."""
+    header, arrays = to_arrays(payload)
+    write_atomically(path, encode_packet(Packet({"payload": header}, arrays)))
+
+
+def finish(server: Server, status: str, seconds: float) -> RunResult:
+    """Write ledger mirror, adapter and summary; return the result."""
+    settings = server.settings
+    config = settings.config
+    started = time.perf_counter()
+    warnings = list(server.answers.mirror.differences())
+    if is_seeded(config):
+        warnings.append("NO PRIVACY: the noise source is seeded for tests")
+    save_payload(server.folder.path / "adapter.flr", server.strategy.payload)
+    server.folder.write_json("ledger-mirror.json", server.answers.mirror.table())
+    adapter = _export(server, warnings) if status != "stopped" else None
+    server.seconds["export"] = time.perf_counter() - started
+    server.seconds["total"] = seconds + server.seconds["export"]
+    result = RunResult(
+        run_id=settings.run_id,
+        folder=server.folder.path,
+        status=status,
+        rounds=server.loop.state.round,
+        metrics=server.loop.state.metrics,
+        epsilon=server.loop.epsilon(),
+        statement=statement(config, server),
+        adapter=adapter,
+        seconds=dict(server.seconds),
+        warnings=tuple(warnings),
+    )
+    server.folder.write_json("summary.json", result)
+    return result
+
+
+def _export(server: Server, warnings: list[str]) -> Path | None:
+    """Write the adapter in PEFT's format, load it again and compare logits."""
+    from fedlora.adapters.export import export_adapter
+
+    target = server.folder.path / "adapter"
+    try:
+        export_adapter(server.bench, server.strategy.payload, target)
+    except FedLoraError as error:
+        warnings.append(f"export: {error}")
+        _LOG.error("export: %s", error)
+        return None
+    return target
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the summary of a finished run."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found

@@ -1,0 +1,230 @@
+"""The round loop: bounded waits, too few replies as an event, a checkpoint each round, exact resume."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+
+from fedlora.config.resolve import config_hash
+from fedlora.config.schema import FedLoraConfig
+from fedlora.errors import AggregationError, BudgetExceededError, TooFewRepliesError
+from fedlora.simulation.settings import RoundRecord, ServerSettings
+from fedlora.training.requests import ClientReply
+from fedlora.wire.fingerprint import payload_fingerprint
+from fedlora.wire.layout import payload_bytes
+from server.checkpoint import Checkpoint, load_newest, save
+from server.evaluation import PublicEvaluator
+from server.folder import RunFolder
+from server.mirror import LedgerMirror
+from strategies.fedlora_strategy import FedLoraStrategy
+
+_LOG = logging.getLogger(__name__)
+MAX_EMPTY_ROUNDS = 3
+"""So many rounds in a row with too few replies end the run."""
+
+
+@dataclass
+class LoopState:
+    """What the loop carries; everything but the clock is in the checkpoint."""
+
+    round: int = 0
+    empty_rounds: int = 0
+    metrics: Mapping[str, float] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def memory(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {"empty_rounds": self.empty_rounds, "metrics": self.metrics}
+
+
+class Answers:
+    """Sees every client's answer: counts it in the mirror and remembers who is out of budget."""
+
+    def __init__(self, mirror: LedgerMirror) -> None:
+        """Start with an empty round."""
+        self.mirror = mirror
+        self.out_of_budget: set[str] = set()
+
+    def start_round(self) -> None:
+        """Forget the last round's refusals."""
+        self.out_of_budget = set()
+
+    def note(self, reply: ClientReply) -> None:
+        """Take one client's answer in, used or not."""
+        self.mirror.note(reply)
+        error = (reply.error or {}).get("error")
+        if reply.status == "refused" and error == BudgetExceededError.__name__:
+            self.out_of_budget.add(reply.client)
+
+
+class RoundLoop:
+    """Runs the rounds of one run.
+
+    Args:
+        settings: the run's settings.
+        grid: Flower's grid (a deployment's or fedlora's own).
+        strategy: samples, sends and aggregates.
+        evaluator: public evaluation.
+        mirror: counts what clients released.
+        folder: run folder.
+        before_round: called with the round number before clients are asked (fresh projections, rosters).
+        epsilon: returns the largest epsilon that binds so far, or None without privacy.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        grid: Grid,
+        strategy: FedLoraStrategy,
+        evaluator: PublicEvaluator,
+        answers: Answers,
+        folder: RunFolder,
+        before_round: Callable[[int], None],
+        epsilon: Callable[[], float | None],
+    ) -> None:
+        """Bind the parts."""
+        self._settings, self._grid, self._strategy = settings, grid, strategy
+        self._evaluator, self._answers, self._folder = evaluator, answers, folder
+        self._before_round, self.epsilon = before_round, epsilon
+        self._config: FedLoraConfig = settings.config
+        self._hash = config_hash(settings.config)
+        self._checkpoints: Path = folder.path / "checkpoints"
+        self.state = LoopState()
+
+    def resume(self) -> None:
+        """Go on from the newest usable checkpoint; a run that never completed a round starts at the first.
+
+        Raises:
+            CheckpointError: if checkpoints exist and none is usable, or they belong to another configuration.
+        """
+        if not any(self._checkpoints.glob("round-*.ckpt")):
+            return
+        found = load_newest(self._checkpoints, self._hash)
+        self._strategy.restore(found.payload, found.state)
+        self._answers.mirror.restore(found.memory["mirror"])
+        self.state.round = found.round
+        self.state.empty_rounds = int(found.memory["loop"]["empty_rounds"])
+        self.state.metrics = found.memory["loop"]["metrics"]
+        self._folder.keep_rounds_up_to(found.round)
+        _LOG.info("resumed after round %d", found.round)
+
+    def run(self) -> str:
+        """Run to the last round.
+
+        Returns:
+            "finished", or "budget-exhausted" if every asked client refused for its budget.
+
+        Raises:
+            TooFewRepliesError: after several rounds in a row without enough replies.
+        """
+        last = self._config.federation.rounds
+        if self.state.round == 0:
+            self._note_start()
+        while self.state.round < last:
+            if self._settings.stop_after is not None and self.state.round >= self._settings.stop_after:
+                return "stopped"
+            if not self._one_round(self.state.round + 1, last):
+                return "budget-exhausted"
+        return "finished"
+
+    def _note_start(self) -> None:
+        started = time.perf_counter()
+        metrics = self._evaluator.evaluate(self._strategy.payload)
+        seconds = {"evaluate": time.perf_counter() - started}
+        adapter = payload_fingerprint(self._strategy.payload)
+        self._publish(RoundRecord(0, "initial", metrics=metrics, seconds=seconds, adapter=adapter))
+
+    def _one_round(self, number: int, last: int) -> bool:
+        """Run one round; return False if the run must end because budgets are exhausted."""
+        started = time.perf_counter()
+        self._answers.start_round()
+        self._before_round(number)
+        sent_bytes = payload_bytes(self._strategy.payload)
+        messages = self._strategy.configure_train(number, ArrayRecord(), ConfigRecord(), self._grid)
+        configured = time.perf_counter()
+        timeout = self._config.federation.round_timeout_seconds
+        replies = list(self._grid.send_and_receive(messages, timeout=timeout))
+        received = time.perf_counter()
+        problem: AggregationError | None = None
+        try:
+            self._strategy.aggregate_train(number, replies)
+        except AggregationError as error:
+            problem = error
+        aggregated = time.perf_counter()
+        metrics = None
+        if problem is None and self._evaluator.due(number, last):
+            metrics = self.state.metrics = self._evaluator.evaluate(self._strategy.payload)
+        evaluated = time.perf_counter()
+        self.state.round = number
+        self.state.empty_rounds = 0 if problem is None else self.state.empty_rounds + 1
+        self._save(number)
+        seconds = {
+            "configure": configured - started,
+            "clients": received - configured,
+            "aggregate": aggregated - received,
+            "evaluate": evaluated - aggregated,
+            "checkpoint": time.perf_counter() - evaluated,
+        }
+        self._publish(self._record(number, problem, metrics, seconds, sent_bytes))
+        return problem is None or self._may_go_on(number, problem)
+
+    def _may_go_on(self, number: int, problem: AggregationError) -> bool:
+        """Decide what a round without enough replies means.
+
+        Raises:
+            TooFewRepliesError: if this has happened too often in a row.
+        """
+        record = self._strategy.rounds[-1]
+        _LOG.warning("round %d: %s", number, problem)
+        if record.asked and self._answers.out_of_budget >= set(record.asked):
+            return False
+        if self.state.empty_rounds >= MAX_EMPTY_ROUNDS:
+            raise TooFewRepliesError(
+                f"{self.state.empty_rounds} rounds in a row had too few replies; last reason: {problem}; "
+                "look at the clients' logs, or lower federation.min_replies"
+            )
+        return True
+
+    def _save(self, number: int) -> None:
+        memory = {"mirror": self._answers.mirror.memory(), "loop": self.state.memory()}
+        state = self._strategy.state()
+        save(self._checkpoints, Checkpoint(number, self._hash, self._strategy.payload, state, memory))
+
+    def _record(
+        self,
+        number: int,
+        problem: AggregationError | None,
+        metrics: Mapping[str, float] | None,
+        seconds: Mapping[str, float],
+        sent_bytes: int,
+    ) -> RoundRecord:
+        record = self._strategy.rounds[-1]
+        result = record.result
+        failed = {**record.rejected, **dict.fromkeys(record.missing, "no answer in time")}
+        return RoundRecord(
+            round=number,
+            status="ok" if problem is None else "skipped",
+            asked=len(record.asked),
+            accepted=len(record.accepted),
+            refused=dict(record.refused),
+            failed=failed,
+            epsilon=self.epsilon(),
+            residual=None if result is None else result.residual,
+            metrics=metrics,
+            seconds=seconds,
+            bytes_up=0 if result is None else result.uplink_bytes,
+            bytes_down=sent_bytes * len({*record.asked}),
+            adapter=payload_fingerprint(self._strategy.payload),
+        )
+
+    def _publish(self, record: RoundRecord) -> None:
+        self._folder.append(record)
+        if self._settings.progress is not None:
+            self._settings.progress(record)

@@ -1,0 +1,101 @@
+"""Which logical clients live at which node: known in a simulation, asked from the nodes otherwise."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+
+import fedlora
+from fedlora.errors import FedLoraError, TooFewRepliesError
+from fedlora.simulation.messages import from_record, to_record
+from fedlora.training.port import hello_packet, unpack_hello
+
+_LOG = logging.getLogger(__name__)
+ASK_SECONDS = 60.0
+"""Bound of one question to the nodes."""
+
+
+class Roster:
+    """Keeps node number to logical clients.
+
+    Args:
+        grid: Flower's grid.
+        known: the whole roster, where it is fixed.
+    """
+
+    def __init__(self, grid: Grid, known: Mapping[int, Sequence[str]] | None) -> None:
+        """Start with what is known."""
+        self._grid, self._fixed = grid, known is not None
+        self._clients: dict[int, tuple[str, ...]] = {
+            node: tuple(clients) for node, clients in (known or {}).items()
+        }
+
+    @property
+    def clients(self) -> Mapping[int, Sequence[str]]:
+        """Node number to its logical clients."""
+        return self._clients
+
+    def count(self) -> int:
+        """Return the number of logical clients."""
+        return sum(len(clients) for clients in self._clients.values())
+
+    def refresh(self) -> None:
+        """Ask nodes that are not known yet, and forget those that went away."""
+        if self._fixed:
+            return
+        online = set(self._grid.get_node_ids())
+        self._clients = {node: clients for node, clients in self._clients.items() if node in online}
+        new = sorted(online - set(self._clients))
+        messages = [
+            Message(to_record(hello_packet()), node, MessageType.QUERY, ttl=ASK_SECONDS) for node in new
+        ]
+        if not messages:
+            return
+        for reply in self._grid.send_and_receive(messages, timeout=ASK_SECONDS):
+            self._take(reply)
+
+    def _take(self, reply: Message) -> None:
+        node = reply.metadata.src_node_id
+        if reply.has_error():
+            _LOG.warning("node %s does not answer: %s", node, reply.error.reason)
+            return
+        try:
+            hello = unpack_hello(from_record(reply.content))
+        except (FedLoraError, KeyError, ValueError) as error:
+            _LOG.warning("node %s cannot take part: %s", node, error)
+            return
+        if hello.code_hash != fedlora.__version__:
+            _LOG.warning(
+                "node %s runs fedlora %s, the server %s; it cannot take part",
+                node,
+                hello.code_hash,
+                fedlora.__version__,
+            )
+            return
+        taken = {client for clients in self._clients.values() for client in clients}
+        double = [client for client in hello.clients if client in taken]
+        if double:
+            _LOG.warning("node %s announces clients of another node (%s); left out", node, double[:3])
+            return
+        self._clients[node] = tuple(hello.clients)
+
+    def wait_for(self, clients: int, timeout_seconds: float) -> None:
+        """Wait until so many logical clients are known.
+
+        Raises:
+            TooFewRepliesError: if they are not there in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self.refresh()
+        while self.count() < clients:
+            if time.monotonic() >= deadline:
+                raise TooFewRepliesError(
+                    f"clients: {self.count()} of {clients} needed are online after {timeout_seconds:.0f} s; start "
+                    "the others, or lower federation.min_replies"
+                )
+            time.sleep(1.0)
+            self.refresh()

@@ -1,0 +1,163 @@
+"""Put a run's server together: base model, aggregator, strategy, evaluation, ledger mirror."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fedlora.aggregation import build_aggregator
+from fedlora.config import config_container
+from fedlora.config.resolve import config_hash
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
+from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
+from fedlora.simulation.settings import ServerSettings
+from fedlora.training.session import Workbench, build_workbench
+from server.charging import ServerCharge
+from server.evaluation import PublicEvaluator
+from server.folder import RunFolder
+from server.loop import Answers, RoundLoop
+from server.mirror import LedgerMirror
+from server.noise import ServerNoise, is_seeded, sampling_coins
+from server.roster import Roster
+from strategies.fedlora_strategy import FedLoraStrategy, RunFacts
+from strategies.sampling import ClientSampler
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Server:
+    """A run's server, ready for its rounds."""
+
+    settings: ServerSettings
+    bench: Workbench
+    strategy: FedLoraStrategy
+    evaluator: PublicEvaluator
+    answers: Answers
+    folder: RunFolder
+    loop: RoundLoop
+    ledger: Ledger | None
+    charge: ServerCharge
+    seconds: dict[str, float]
+
+    def close(self) -> None:
+        """Close the server's ledger."""
+        if self.ledger is not None:
+            self.ledger.close()
+
+
+def build_server(settings: ServerSettings, grid: Grid) -> Server:
+    """Load the base model and bind the parts of a run.
+
+    Args:
+        settings: the run's settings.
+        grid: Flower's grid.
+
+    Raises:
+        TooFewRepliesError: if fewer clients than `federation.min_replies` come online in time.
+        UnsupportedCombinationError: if the settings cannot go together.
+    """
+    started = time.perf_counter()
+    config = settings.config
+    bench = settings.bench if settings.bench is not None else build_workbench(config)
+    loaded = time.perf_counter()
+    roster = Roster(grid, settings.clients)
+    wanted = max(config.federation.min_replies, config.deployment.expected_clients or 0)
+    if settings.clients is None:
+        roster.wait_for(wanted, config.federation.round_timeout_seconds)
+    ledger = _server_ledger(config, settings.folder)
+    charge = ServerCharge(ledger, config, settings.run_id)
+    noise = ServerNoise(config)
+    strategy, answers = _strategy(settings, bench, roster, noise, charge)
+    evaluator = PublicEvaluator(bench)
+    folder = RunFolder(settings.folder)
+
+    def before_round(number: int) -> None:
+        noise.start_round(number)
+        charge.start_round(number)
+        roster.refresh()
+        strategy.set_roster(roster.clients)
+
+    def epsilon() -> float | None:
+        if isinstance(config.privacy, ClientPrivacy):
+            return charge.epsilon()
+        return answers.mirror.largest_said
+
+    loop = RoundLoop(settings, grid, strategy, evaluator, answers, folder, before_round, epsilon)
+    seconds = {"load_model": loaded - started, "set_up": time.perf_counter() - loaded}
+    return Server(settings, bench, strategy, evaluator, answers, folder, loop, ledger, charge, seconds)
+
+
+def _server_ledger(config: FedLoraConfig, folder: Path) -> Ledger | None:
+    if not isinstance(config.privacy, ClientPrivacy):
+        return None
+    home = folder.parent
+    home.mkdir(parents=True, exist_ok=True)
+    secret = load_or_create_secret(home / "server-ledger.key")
+    return open_ledger(home / "server-ledger.sqlite", secret=secret)
+
+
+def _strategy(
+    settings: ServerSettings, bench: Workbench, roster: Roster, noise: ServerNoise, charge: ServerCharge
+) -> tuple[FedLoraStrategy, Answers]:
+    config = settings.config
+    recipe = bench.adapted.recipe.sha256
+    aggregator = build_aggregator(
+        config,
+        bench.layout,
+        recipe,
+        num_clients=config.deployment.expected_clients or roster.count(),
+        noise=noise,
+        charge=charge,
+        uplink=bench.mechanism.uplink,
+    )
+    facts = RunFacts(
+        run_id=settings.run_id,
+        config=config_container(config),
+        config_hash=config_hash(config),
+        steps=config.training.local_steps,
+        timeout_seconds=config.federation.round_timeout_seconds,
+        compression=config.federation.compression,
+    )
+    sampler = ClientSampler(
+        config.federation.clients_per_round, config.run.seed, lambda number: sampling_coins(config, number)
+    )
+    answers = Answers(LedgerMirror(config))
+    strategy = FedLoraStrategy(
+        facts, aggregator, sampler, bench.initial_payload(), roster.clients, on_reply=answers.note
+    )
+    return strategy, answers
+
+
+def statement(config: FedLoraConfig, server: Server) -> Mapping[str, Any]:
+    """Return what the run's epsilon means; it goes wherever the figure goes."""
+    privacy = config.privacy
+    if isinstance(privacy, NoPrivacy):
+        return {"privacy": "none", "note": "no privacy: nothing was clipped or noised"}
+    record = privacy.unit == "record"
+    person = record and getattr(privacy, "group_by", None) is not None
+    unit = "each person's records" if person else ("one record, not one person" if record else "one client")
+    adversary = (
+        "anyone who sees all updates, the server included"
+        if record
+        else "anyone who sees the global adapters, but not the server"
+    )
+    return {
+        "privacy": "NO PRIVACY: seeded test noise" if is_seeded(config) else "differential privacy",
+        "unit": unit,
+        "adjacency": privacy.adjacency,
+        "adversary": adversary,
+        "delta": privacy.target_delta,
+        "accountant": privacy.accountant,
+        "noise_multiplier": privacy.noise_multiplier,
+        "sample_rate": config.training.sample_rate,
+        "sampling_assumption": "Poisson sampling at the public rate; the divisor is the public expected batch size",
+        "epsilon_is": "the largest over clients of what each client's own ledger reports (other runs included)",
+        "epsilon_from_this_runs_events": server.answers.mirror.largest(),
+    }
