@@ -44,13 +44,24 @@ never contains records, gradients or other private values.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
+
+
+def _rebuild(kind: type[FedLoraError], args: tuple[Any, ...], state: dict[str, Any]) -> FedLoraError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class FedLoraError(Exception):
     """Base class of every deliberate error; `exit_code` is the process's exit status."""
 
     exit_code: ClassVar[int] = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by state, so that errors with keyword arguments travel between processes."""
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
 class ConfigError(FedLoraError, ValueError):

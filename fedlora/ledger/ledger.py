@@ -22,14 +22,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from fedlora.accounting import Event
 from fedlora.errors import LedgerError, LedgerIntegrityError
 from fedlora.ledger import chain
 from fedlora.ledger.anchor import Anchor
 from fedlora.ledger.chain import Entry
 from fedlora.ledger.journal import Journal
+from fedlora.ledger.planning import Projection, project
 from fedlora.ledger.projection import Projector
 from fedlora.ledger.replies import ReplyStore
-from fedlora.ledger.reports import VerifyReport, make_report, round_rows, verify_report
+from fedlora.ledger.reports import VerifyReport, make_report, round_rows, verify_report, worst_accounts
 from fedlora.ledger.reserving import Reserver, amend
 from fedlora.ledger.settling import CommitItem, Settler, as_commit_request
 from fedlora.ledger.state import LedgerState
@@ -185,6 +187,43 @@ class Ledger:
             state = self._journal.sync(connection)
             rows = round_rows(connection, state, account) if with_rounds else ()
             return make_report(state, self._projector(state), account, delta, rows, self._journal.now(state))
+
+    def reports(self, accounts: Iterable[Account], delta: float | None = None) -> list[LedgerReport]:
+        """Return the reports of many accounts at one moment, without rows.
+
+        Raises:
+            LedgerError: if an account is unknown.
+        """
+        state = self._journal.refresh()
+        now = self._journal.now(state)
+        return [make_report(state, self._projector(state), account, delta, (), now) for account in accounts]
+
+    def project(
+        self, account: Account, event: Event, steps: int, terms: Budget | None = None
+    ) -> Projection | None:
+        """Return what `steps` more of an event would cost, without recording anything.
+
+        Args:
+            account: whose.
+            event: event of one step.
+            steps: >= 1.
+            terms: budget to assume for an account that the ledger does not know.
+
+        Returns: None if the account is new and no terms are given.
+
+        Raises:
+            UnsupportedEventError: if the event cannot pay for a release.
+        """
+        state = self._journal.refresh()
+        return project(state, account, event, steps, terms, self._journal.now(state))
+
+    def worst_accounts(self) -> list[Account]:
+        """Return accounts of which one has the largest lifetime epsilon (if all have the same delta and relation).
+
+        An account is left out if another one was charged at least as often for every event.
+        """
+        state = self._journal.refresh()
+        return worst_accounts({entry.account: entry.spend for entry in state.accounts.values()})
 
     def rounds(self, account: Account) -> tuple[RoundRow, ...]:
         """Return one row per reservation of an account, in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -152,3 +153,16 @@ def round_rows(connection: sa.Connection, state: LedgerState, account: Account) 
                 reply_digest=entry.digest,
             )
     return tuple(rows.values())
+
+
+def worst_accounts(spends: Mapping[Account, Mapping[tuple[int, int], int]]) -> list[Account]:
+    """Return one account per multiset of events that no other multiset contains."""
+    owners: dict[Multiset, Account] = {}
+    for account, spend in spends.items():
+        owners.setdefault(multiset_of(spend, None), account)
+    largest: dict[tuple[int, ...], list[Multiset]] = {}
+    for multiset in sorted(owners, key=lambda item: sum(steps for _, steps in item), reverse=True):
+        group = largest.setdefault(tuple(event for event, _ in multiset), [])
+        if not any(all(a[1] <= b[1] for a, b in zip(multiset, other, strict=True)) for other in group):
+            group.append(multiset)
+    return [owners[multiset] for group in largest.values() for multiset in group]

@@ -1,0 +1,358 @@
+"""`fedlora budget`: what was spent, what a plan would cost, whether a ledger is intact, copies of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlora.cli.common import JsonOption, emit
+from fedlora.errors import LedgerError
+from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, open_ledger
+
+app = typer.Typer(
+    help="Show, plan, verify, export and back up privacy ledgers.\n\n"
+    "LEDGER is a SQLite file or a SQLAlchemy URL; its key is found by --key, FEDLORA_LEDGER_KEY, or beside it "
+    "(<ledger>.key, ledger.secret, keys/ledger.secret).\n\n"
+    "Example: fedlora budget show ledger.db --json",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+LedgerArgument = Annotated[str, typer.Argument(metavar="LEDGER", help="SQLite file or SQLAlchemy URL.")]
+KeyOption = Annotated[Path | None, typer.Option("--key", help="File with the ledger's secret.")]
+AnchorOption = Annotated[Path | None, typer.Option("--anchor", help="Anchor file (default: LEDGER.anchor).")]
+ClientOption = Annotated[str, typer.Option("--client", help="Only this client.")]
+DatasetOption = Annotated[str, typer.Option("--dataset", help="Only this data set.")]
+SHOWN = 20
+
+
+def find_key(ledger: str, key: Path | None) -> Path:
+    """Return the file of the ledger's secret.
+
+    Raises:
+        LedgerError: if none is found.
+    """
+    base = Path(ledger.removeprefix("sqlite:///"))
+    given = os.environ.get("FEDLORA_LEDGER_KEY", "")
+    if key is not None or given:
+        return key if key is not None else Path(given)
+    folder = base.parent
+    beside = (Path(f"{base}.key"), folder / "ledger.secret", folder / "keys" / "ledger.secret")
+    for candidate in beside if "://" not in str(base) else ():
+        if candidate.is_file():
+            return candidate
+    raise LedgerError(
+        f"ledger {base}: no key found (tried {', '.join(path.name for path in beside)} beside it); "
+        "required: the client's secret; give --key FILE or set FEDLORA_LEDGER_KEY"
+    )
+
+
+def open_for(ledger: str, key: Path | None, anchor: Path | None, *, write: bool = False) -> Ledger:
+    """Open an existing ledger.
+
+    Raises:
+        LedgerError: if it or its key is missing or unreadable.
+    """
+    file = find_key(ledger, key)
+    try:
+        secret = load_secret(file)
+    except FileNotFoundError as error:
+        raise LedgerError(f"ledger key {file}: no such file; give --key FILE") from error
+    return open_ledger(ledger, secret=secret, create=False, read_only=not write, anchor=anchor)
+
+
+def report_record(report: LedgerReport) -> dict[str, Any]:
+    """Return a report as plain values."""
+    budget = report.budget
+    return {
+        "client": report.account.client,
+        "dataset": report.account.dataset,
+        "epsilon": report.epsilon,
+        "epsilon_lifetime": report.epsilon_lifetime,
+        "delta": report.delta,
+        "left": report.left,
+        "budget": {
+            "epsilon": budget.epsilon,
+            "delta": budget.delta,
+            "window": budget.window,
+            "on_exhausted": budget.on_exhausted,
+        },
+        "unit": report.unit,
+        "adjacency": report.adjacency,
+        "accountant": report.accountant,
+        "adversary": report.adversary,
+        "sampling_assumption": report.sampling_assumption,
+        "num_events": report.num_events,
+        "conditions": list(report.conditions),
+        "rounds": [
+            {
+                "run_id": row.run_id,
+                "server_round": row.server_round,
+                "state": row.state,
+                "event": json.loads(row.event_json),
+                "steps_reserved": row.steps_reserved,
+                "steps_charged": row.steps_charged,
+                "at": row.at,
+                "reply_digest": row.reply_digest,
+            }
+            for row in report.rounds
+        ],
+    }
+
+
+def _report_text(report: LedgerReport) -> str:
+    left = "" if report.left is None else f", left {report.left:.4f} of {report.budget.epsilon:g}"
+    lines = [
+        f"{report.account.client} / {report.account.dataset}",
+        f"  epsilon {report.epsilon:.4f} at delta {report.delta:g}{left} ({report.budget.window})",
+        f"  unit {report.unit}; relation {report.adjacency}; accountant {report.accountant}; "
+        f"{report.num_events} noised steps",
+        f"  holds against: {report.adversary}",
+        f"  sampling: {report.sampling_assumption}",
+        *(f"  note: {text}" for text in report.conditions),
+    ]
+    if report.budget.window != "lifetime":
+        lines.insert(2, f"  epsilon over its whole life {report.epsilon_lifetime:.4f}")
+    for row in report.rounds:
+        lines.append(
+            f"  run {row.run_id} round {row.server_round}: {row.steps_charged} of {row.steps_reserved} steps, "
+            f"{row.state}"
+        )
+    return "\n".join(lines)
+
+
+@app.command()
+def show(
+    ledger: LedgerArgument,
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
+    client: ClientOption = "",
+    dataset: DatasetOption = "",
+    delta: Annotated[float | None, typer.Option("--delta", help="Recompute at this delta.")] = None,
+    rounds: Annotated[bool, typer.Option("--rounds", help="List every round.")] = False,
+    limit: Annotated[int, typer.Option("--limit", help="Accounts shown at most.")] = SHOWN,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what was spent and what is left, per client and data set.
+
+    Example: fedlora budget show ledger.db --client site-1 --rounds
+    """
+    with open_for(ledger, key, anchor) as opened:
+        chosen = [
+            account
+            for account in opened.accounts()
+            if client in ("", account.client) and dataset in ("", account.dataset)
+        ]
+        if (client or dataset) and not chosen:
+            raise LedgerError(
+                f"budget show: no account matches client {client!r}, data set {dataset!r}; check names"
+            )
+        some = chosen[: max(limit, 1)]
+        reports = [opened.report(item, delta) for item in some] if rounds else opened.reports(some, delta)
+        worst = [] if client or dataset or rounds else opened.reports(opened.worst_accounts()[:64], delta)
+        largest = max((item.epsilon_lifetime for item in [*reports, *worst]), default=0.0)
+        integrity = {"checked": "full" if not reports else reports[0].integrity, "head": opened.head()}
+    text = "\n\n".join(_report_text(item) for item in reports) or "the ledger has no accounts"
+    text += f"\n\n{len(reports)} of {len(chosen)} accounts shown; largest epsilon {largest:.4f}"
+    text += f"; head {integrity['head']}"
+    if integrity["checked"] != "full":
+        text += f"\nchain checked {integrity['checked']}; 'fedlora budget verify' checks all of it"
+    record = {
+        "ledger": ledger,
+        "accounts": [report_record(item) for item in reports],
+        "num_accounts": len(chosen),
+        "largest_epsilon": largest,
+        "integrity": integrity,
+    }
+    emit(record, as_json=as_json, text=text)
+
+
+@app.command()
+def verify(
+    ledger: LedgerArgument,
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
+    known_head: Annotated[
+        str, typer.Option("--known-head", help="A head from a report or the server's mirror.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Check pages, every link of the chain, and that no older copy was put back.
+
+    Exit codes: 0 intact; 28 damaged, edited, rolled back, wrong key or from a newer fedlora; 27 cannot be opened.
+
+    Example: fedlora budget verify ledger.db --known-head 0000...
+    """
+    with open_for(ledger, key, anchor) as opened:
+        report = opened.verify()
+        if known_head:
+            opened.known_head_check(known_head)
+    record = {
+        "ledger": ledger,
+        "intact": True,
+        "entries": report.entries,
+        "accounts": report.accounts,
+        "open_reservations": report.open_reservations,
+        "head": report.head,
+        "ledger_id": report.ledger_id,
+    }
+    text = (
+        f"intact: {report.entries} entries, {report.accounts} accounts, {report.open_reservations} open reservations "
+        f"(they count as spent)\nhead {report.head}"
+    )
+    emit(record, as_json=as_json, text=text)
+
+
+@app.command()
+def export(
+    ledger: LedgerArgument,
+    output: Annotated[Path, typer.Argument(help="New file; .csv or .json decides the format.")],
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write every entry to CSV or JSON, for auditors.
+
+    Example: fedlora budget export ledger.db entries.csv
+    """
+    from fedlora.ledger.exporting import write_export
+
+    with open_for(ledger, key, anchor) as opened:
+        count = write_export(opened, output, kind=output.suffix.lstrip(".").lower())
+        head = opened.head()
+    emit(
+        {"output": str(output), "entries": count, "head": head},
+        as_json=as_json,
+        text=f"{count} entries -> {output}",
+    )
+
+
+@app.command()
+def backup(
+    ledger: LedgerArgument,
+    output: Annotated[Path, typer.Argument(help="New file for the copy.")],
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a SQLite ledger consistently, also while it is in use.
+
+    Example: fedlora budget backup ledger.db ledger-monday.db
+    """
+    from fedlora.ledger.exporting import backup as copy
+
+    with open_for(ledger, key, anchor) as opened:
+        head = copy(opened, output)
+    text = f"copied to {output}; it ends at head {head}\nputting it back later is a rollback: what came since counts"
+    emit({"output": str(output), "head": head}, as_json=as_json, text=text)
+
+
+@app.command()
+def amend(
+    ledger: LedgerArgument,
+    client: Annotated[str, typer.Option("--client", help="Client.")],
+    dataset: Annotated[str, typer.Option("--dataset", help="Data set.")],
+    reason: Annotated[str, typer.Option("--reason", help="Why; every later report repeats it.")],
+    epsilon: Annotated[float | None, typer.Option("--epsilon", help="New epsilon.")] = None,
+    delta: Annotated[float | None, typer.Option("--delta", help="New delta.")] = None,
+    accountant: Annotated[str, typer.Option("--accountant", help="New accountant.")] = "",
+    window: Annotated[str, typer.Option("--window", help="New window.")] = "",
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change an account's terms, as its owner; nothing that was spent is forgotten.
+
+    Example: fedlora budget amend ledger.db --client site-1 --dataset news --epsilon 10 --reason "board decision 12"
+    """
+    with open_for(ledger, key, anchor, write=True) as opened:
+        account = Account(client, dataset)
+        old = opened.report(account, with_rounds=False).budget
+        terms = Budget(
+            epsilon=old.epsilon if epsilon is None else epsilon,
+            delta=old.delta if delta is None else delta,
+            adjacency=old.adjacency,
+            unit=old.unit,
+            accountant=accountant or old.accountant,
+            window=window or old.window,
+            on_exhausted=old.on_exhausted,
+        )
+        opened.amend_budget(account, terms, reason=reason)
+        report = opened.report(account, with_rounds=False)
+    emit({"account": report_record(report)}, as_json=as_json, text=_report_text(report))
+
+
+@app.command()
+def plan(
+    ledger: LedgerArgument,
+    config: Annotated[
+        str, typer.Argument(metavar="[CONFIG]", help="The run's YAML file (or use the options).")
+    ] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")
+    ] = None,
+    client: ClientOption = "",
+    dataset: DatasetOption = "",
+    event: Annotated[str, typer.Option("--event", help="Accounting event of one step, as JSON.")] = "",
+    noise_multiplier: Annotated[float | None, typer.Option(help="Noise over clipping norm.")] = None,
+    sample_rate: Annotated[
+        float | None, typer.Option(help="Poisson rate; left out: all records each step.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Noised steps in all.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Budget for an account that is not in the ledger yet.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Its delta.")] = None,
+    adjacency: Annotated[str, typer.Option(help="Its neighbouring relation.")] = "add_or_remove",
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a run would cost on top of what was spent, before it runs.
+
+    Example: fedlora budget plan ledger.db run.yaml --client site-1
+
+    Example: fedlora budget plan ledger.db --client s1 --dataset news --noise-multiplier 1 --sample-rate .1 --steps 60
+    """
+    from fedlora.cli.budget_plan import Plan, plan_from_config, plan_from_options, project
+
+    if config:
+        wanted: Plan = plan_from_config(config, overrides or [], dataset=dataset)
+    else:
+        fallback = None if epsilon is None or delta is None else Budget(epsilon, delta, adjacency)
+        wanted = plan_from_options(event, noise_multiplier, sample_rate, steps, dataset, fallback)
+    if not Path(ledger).exists() and "://" not in ledger:
+        raise LedgerError(f"ledger {ledger}: no such file; check the path")
+    with open_for(ledger, key, anchor) as opened:
+        known = [
+            item
+            for item in opened.accounts()
+            if item.dataset == wanted.dataset and client in ("", item.client)
+        ]
+        if client and not known:
+            known = [Account(client, wanted.dataset)]
+        if not known:
+            raise LedgerError(
+                f"budget plan: no account for data set {wanted.dataset!r}; name a client with --client"
+            )
+        rows = [project(opened, item, wanted) for item in known]
+    text = "\n".join(
+        f"{row['client']}: spent {row['spent']:.4f}, after the run {row['projected']:.4f} of {row['budget']:g} at "
+        f"delta {row['delta']:g}: {'fits' if row['fits'] else 'does NOT fit'}; at most {row['most_steps']} steps fit"
+        for row in rows
+    )
+    record = {
+        "dataset": wanted.dataset,
+        "steps": wanted.steps,
+        "event": wanted.event.to_json(),
+        "accounts": rows,
+    }
+    emit(record, as_json=as_json, text=text)
+
+
+__all__ = ["app", "find_key", "open_for", "report_record"]
