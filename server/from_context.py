@@ -18,6 +18,9 @@ from fedlora.simulation.settings import ServerSettings
 def settings_from_context(context: Context) -> ServerSettings:
     """Read `config` (a YAML file) and `overrides` from the run configuration.
 
+    `run-id`, `run-dir` and `resume` come from `fedlora server`, which starts a run anew after a crash under
+    the same name: a round that clients have answered already is then never trained twice.
+
     A relative path is looked for in the current directory, then beside the app.
 
     Raises:
@@ -35,9 +38,11 @@ def settings_from_context(context: Context) -> ServerSettings:
     config = load_config(path, overrides, deployment=True)
     prepared = complete(config)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    run_id = f"{config.run.name}-{stamp}-{context.run_id % 10**6:06d}"
-    folder = Path(config.run.dir) / run_id
-    return ServerSettings(prepared.config, run_id, folder, bench=prepared.bench)
+    given = str(context.run_config.get("run-id", ""))
+    run_id = given or f"{config.run.name}-{stamp}-{context.run_id % 10**6:06d}"
+    folder = Path(str(context.run_config.get("run-dir", "")) or config.run.dir) / run_id
+    resume = bool(context.run_config.get("resume", False))
+    return ServerSettings(prepared.config, run_id, folder, resume=resume, bench=prepared.bench)
 
 
 def _candidates(named: str) -> list[Path]:

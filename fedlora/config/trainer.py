@@ -8,8 +8,8 @@ site: {name: hospital-a, identity_key: keys/identity.pem}
 socket: {path: run/trainer.sock, token_file: run/trainer.token}
 data: {source: {kind: file, paths: [records.jsonl]}, name: notes-2026, columns: {text: text, label: label}}
 ledger: {url: "sqlite:///ledger.db", secret_file: keys/ledger.secret}
-budget: {epsilon: 8.0, delta: 1.0e-4, on_exhausted: refuse}
-policy: {mechanisms: [lora_fa], min_noise_multiplier: 0.5, max_rounds: 100, max_steps_per_round: 10}
+budget: {epsilon: 8.0, delta: 1.0e-4, adjacency: add_or_remove, unit: record, on_exhausted: refuse}
+policy: {mechanisms: [lora_fa], min_noise_multiplier: 0.5, max_rounds: 100, max_steps_per_round: 10, base_models: []}
 ```
 """
 
@@ -59,7 +59,8 @@ class SocketConfig(Section):
 class SiteDataConfig(Section):
     """Where this site's records are; `partition` only where one node hosts several logical clients.
 
-    `name` is the data set's name in the ledger: changed content keeps what was spent under it.
+    `name` is the data set's name in the ledger: changed content keeps what was spent under it. With `group_by`
+    (the column that names each person) one record of each person is used.
     """
 
     source: Source
@@ -70,11 +71,12 @@ class SiteDataConfig(Section):
     partition: Annotated[ColumnPartition | FilesPartition, Field(discriminator="kind")] | None = None
 
 
-class SiteModelConfig(Section):
-    """Where this site finds base models: a name that a run asks for, to a local folder; and the device."""
+class SiteBudgetConfig(BudgetConfig):
+    """What may be spent on this data set, and in which terms; nothing has a default."""
 
-    paths: dict[str, str] = Field(default_factory=dict)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    adjacency: Literal["add_or_remove", "replace_one"]
+    unit: Literal["record", "person", "client"]
+    accountant: Literal["best", "pld", "rdp", "prv"] = "best"
 
 
 class LedgerConfig(Section):
@@ -127,9 +129,8 @@ class TrainerConfig(Section):
     socket: SocketConfig
     data: SiteDataConfig
     ledger: LedgerConfig
-    budget: BudgetConfig
+    budget: SiteBudgetConfig
     policy: SitePolicy
-    model: SiteModelConfig = SiteModelConfig()
     operations: OperationsConfig = OperationsConfig()
 
 
@@ -147,6 +148,11 @@ def trainer_problems(container: Mapping[str, Any]) -> list[Problem]:
     ):
         text = "allows none, which adds no noise per record, but policy.units allows record only; remove it"
         problems.append(Problem("policy.mechanisms", text))
+    if (view("budget.unit") == "person") != (view("data.group_by") is not None):
+        text = (
+            "person needs data.group_by (the column that names each person), and data.group_by needs person"
+        )
+        problems.append(Problem("budget.unit", text))
     if isinstance(mechanisms, list) and not mechanisms:
         problems.append(
             Problem("policy.mechanisms", "is empty, so nothing could ever run; name at least one")

@@ -1,0 +1,294 @@
+"""Put a site's trainer together from its own file: data, ledger, identity, policy."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedlora.config.schema import DataConfig, FedLoraConfig, FileSource, NoPrivacy, RecordPrivacy
+from fedlora.config.trainer import SitePolicy, TrainerConfig, site_path
+from fedlora.data import Rows, Task, load_rows, partition_rows
+from fedlora.errors import AuthenticationError, DataError, PolicyRefusedError
+from fedlora.ledger import Budget, Ledger, bound_contributions, load_or_create_secret, open_ledger
+from fedlora.training.charging import LedgerKeeper
+from fedlora.training.policy import Policy
+from fedlora.training.port import Packet, PacketPort, serve_packet
+from fedlora.training.shelf import LazyRecords, Records
+from fedlora.training.trainer import Signer, Trainer
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SiteRules(Policy):
+    """A site's policy: the common rules and those that only a site's file states.
+
+    Attributes:
+        units: privacy units that may be asked for.
+        target_modules: module names that may be adapted; empty allows any.
+        max_sample_rate: largest sampling rate.
+        group_by: the site's own person column; a run must be accounted per person exactly where it is set.
+        max_records_per_group: the site's bound per person; a run must account for at least as many.
+    """
+
+    units: frozenset[str] = frozenset({"record"})
+    target_modules: frozenset[str] = frozenset()
+    max_sample_rate: float = 1.0
+    group_by: str | None = None
+
+    @classmethod
+    def from_site(cls, policy: SitePolicy, group_by: str | None) -> SiteRules:
+        """Build the rules from a site's file."""
+        units = frozenset(policy.units)
+        return cls(
+            mechanisms=frozenset(policy.mechanisms),
+            min_noise_multiplier=policy.min_noise_multiplier,
+            base_fingerprints=frozenset(policy.base_models) if policy.base_models else None,
+            max_rounds=policy.max_rounds,
+            max_steps_per_round=policy.max_steps_per_round,
+            allow_no_privacy="none" in units,
+            allow_client_unit="client" in units,
+            allow_seeded_noise=False,
+            allow_remote_code=policy.allow_remote_code,
+            units=units,
+            target_modules=frozenset(policy.target_modules),
+            max_sample_rate=policy.max_sample_rate,
+            group_by=group_by,
+        )
+
+    def check_config(self, config: FedLoraConfig) -> None:
+        """Check a run's configuration.
+
+        Raises:
+            PolicyRefusedError: naming the rule, what was asked and what is allowed.
+        """
+        super().check_config(config)
+        if config.privacy.unit not in self.units:
+            raise PolicyRefusedError(
+                f"policy.units: asked for {config.privacy.unit}; allowed {', '.join(sorted(self.units))}"
+            )
+        if config.federation.rounds > (self.max_rounds or config.federation.rounds):
+            raise PolicyRefusedError(
+                f"policy.max_rounds: asked for {config.federation.rounds} rounds; allowed {self.max_rounds}"
+            )
+        self._check_modules(config)
+        self._check_sampling(config)
+
+    def _check_modules(self, config: FedLoraConfig) -> None:
+        if not self.target_modules:
+            return
+        wanted = config.adapter.target_modules
+        asked = {wanted} if isinstance(wanted, str) else {*wanted, *config.adapter.modules_to_save}
+        extra = sorted(asked - self.target_modules)
+        if extra:
+            raise PolicyRefusedError(
+                f"policy.target_modules: asked for {', '.join(extra)}; allowed {', '.join(sorted(self.target_modules))}"
+            )
+
+    def _check_sampling(self, config: FedLoraConfig) -> None:
+        rate = config.training.sample_rate
+        if isinstance(config.privacy, NoPrivacy):
+            return
+        if not (rate <= self.max_sample_rate):
+            raise PolicyRefusedError(
+                f"policy.max_sample_rate: asked for {rate:.4g}; allowed {self.max_sample_rate:.4g}"
+            )
+        if isinstance(config.privacy, RecordPrivacy):
+            asked = config.privacy.group_by
+            if (asked is None) != (self.group_by is None):
+                raise PolicyRefusedError(
+                    f"data.group_by: the run's privacy.group_by is {asked}, this site's is {self.group_by}; the "
+                    "guarantee must be per person on both sides or on neither"
+                )
+
+
+class SiteShelf:
+    """A site's records; with `partition`, several logical clients; nothing is read before it is needed.
+
+    Args:
+        site: the only client's id where there is no partition.
+        load: reads the rows.
+        split: makes client ids and positions from rows; None for one client.
+        bound: keeps a person's records within the site's bound.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        load: Callable[[], Rows],
+        split: Callable[[Rows], Mapping[str, Index]] | None,
+        bound: Callable[[Rows, Index], Index] | None,
+    ) -> None:
+        """Keep the callables; nothing is read yet."""
+        self._site, self._load, self._split, self._bound = site, load, split, bound
+        self._rows: Rows | None = None
+        self._parts: Mapping[str, Index] | None = None
+        self._open: dict[str, LazyRecords] = {}
+        self._task: Task | None = None
+
+    def clients(self) -> Sequence[str]:
+        """Return the logical client ids that live here (an edge site reads its own rows for their names)."""
+        return (self._site,) if self._split is None else tuple(self._divided())
+
+    def open(self, client: str, task: Task) -> Records:
+        """Open one client's records.
+
+        Raises:
+            DataError: if the client does not live here, or has no records.
+        """
+        parts = self._divided()
+        if client not in parts:
+            raise DataError(f"client {client}: does not live at this site")
+        if task is not self._task:
+            self._open, self._task = {}, task
+        if client not in self._open:
+            rows, index = self._read(), parts[client]
+            index = index if self._bound is None else self._bound(rows, index)
+            self._open[client] = LazyRecords(task, rows.subset(index))
+        return self._open[client]
+
+    def _read(self) -> Rows:
+        if self._rows is None:
+            self._rows = self._load()
+        return self._rows
+
+    def _divided(self) -> Mapping[str, Index]:
+        if self._parts is None:
+            rows = self._read()
+            whole = {self._site: np.arange(len(rows), dtype=np.int64)}
+            self._parts = whole if self._split is None else self._split(rows)
+        return self._parts
+
+
+@dataclass(frozen=True)
+class Site:
+    """Everything of one site that runs: its trainer, ledger and client ids."""
+
+    config: TrainerConfig
+    trainer: Trainer
+    ledger: Ledger
+    shelf: SiteShelf
+
+    def port(self) -> PacketPort:
+        """Return the trainer as a packet port."""
+        return _Port(self.trainer)
+
+
+@dataclass(frozen=True)
+class _Port:
+    trainer: Trainer
+
+    def exchange(self, packet: Packet) -> Packet:
+        """Answer a packet with the trainer."""
+        return serve_packet(self.trainer, packet)
+
+
+def site_signer(path: Path) -> tuple[Signer, str]:
+    """Return (signer of receipts, public key in hex) of an Ed25519 identity key in PEM.
+
+    Raises:
+        AuthenticationError: if the file is missing, readable by others, or another kind of key.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise AuthenticationError(f"identity key {path}: others may read it; run chmod 600 {path}")
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError):
+        raise AuthenticationError(
+            f"identity key {path}: cannot be read; make it with `fedlora keys new`"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise AuthenticationError(f"identity key {path}: not an Ed25519 key; make it with `fedlora keys new`")
+    public = key.public_key().public_bytes_raw().hex()
+    lock = threading.Lock()
+
+    def sign(claim: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = json.dumps(dict(claim), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        with lock:
+            signature = key.sign(b"fedlora-reply-v1\n" + text.encode()).hex()
+        return {"claim": dict(claim), "public_key": public, "signature": signature}
+
+    return sign, public
+
+
+def build_site(config: TrainerConfig, config_file: str | Path) -> Site:
+    """Build a site's trainer; opens (or creates) the ledger, reads no record of a one-client site.
+
+    Raises:
+        LedgerError: if the ledger cannot be opened or is damaged.
+        AuthenticationError: if the identity key is unusable.
+    """
+    secret = load_or_create_secret(site_path(config_file, config.ledger.secret_file or "ledger.secret"))
+    shelf = _shelf(config, config_file, secret)
+    ledger = _ledger(config, config_file, secret)
+    clients = shelf.clients()
+    terms = Budget(
+        epsilon=config.budget.epsilon,
+        delta=config.budget.delta,
+        adjacency=config.budget.adjacency,
+        unit=config.budget.unit,
+        accountant=config.budget.accountant,
+        window=config.budget.window,
+        on_exhausted=config.budget.on_exhausted,
+    )
+    sign, identity = None, None
+    if config.site.identity_key is not None:
+        sign, identity = site_signer(site_path(config_file, config.site.identity_key))
+    trainer = Trainer(
+        shelf,
+        SiteRules.from_site(config.policy, config.data.group_by),
+        LedgerKeeper(ledger),
+        budgets=dict.fromkeys(clients, terms),
+        dataset=config.data.name,
+        sign=sign,
+        identity=identity,
+    )
+    return Site(config, trainer, ledger, shelf)
+
+
+def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Ledger:
+    url = config.ledger.url
+    if "://" in url:
+        folder = site_path(config_file, "ledger.replies")
+        return open_ledger(url, secret=secret, replies=None if url.startswith("sqlite") else folder)
+    path = site_path(config_file, url)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open_ledger(path, secret=secret)
+
+
+def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes) -> SiteShelf:
+    source = config.data.source
+    if isinstance(source, FileSource):
+        paths = tuple(str(site_path(config_file, path)) for path in source.paths)
+        source = source.model_copy(update={"paths": paths})
+    data = DataConfig(
+        source=source, name=config.data.name, columns=config.data.columns, template=config.data.template
+    )
+
+    def load() -> Rows:
+        return load_rows(data)
+
+    def split(rows: Rows) -> Mapping[str, Index]:
+        return partition_rows(rows, config.data.partition, 0)
+
+    def bound(rows: Rows, index: Index) -> Index:
+        people = rows.column(str(config.data.group_by))
+        groups = [people[int(place)] for place in index]
+        kept = bound_contributions(groups, max_records=1, secret=secret)
+        return index[np.asarray(kept.kept, dtype=np.int64)]
+
+    return SiteShelf(
+        config.site.name,
+        load,
+        None if config.data.partition is None else split,
+        None if config.data.group_by is None else bound,
+    )
