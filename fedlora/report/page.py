@@ -278,6 +278,10 @@ def _grid(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
         return f'<td class="n">{number(value)}</td>' if numeric else f"<td>{number(value)}</td>"
 
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    numeric = [any(isinstance(row[i], int | float) for row in rows) for i in range(len(heads))]
+    head = "".join(
+        f"<th{' class=n' if right else ''}>{html.escape(name)}</th>"
+        for name, right in zip(heads, numeric, strict=True)
+    )
     body = "".join("<tr>" + "".join(cell(value) for value in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
