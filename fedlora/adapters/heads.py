@@ -42,9 +42,13 @@ def resolve_head(model: nn.Module, chosen: Sequence[str]) -> tuple[str, ...]:
     if not chosen:
         return head
     names = [name for name, _ in model.named_modules()]
-    lost = [entry for entry in chosen if not any(name == entry or name.endswith("." + entry) for name in names)]
+    lost = [
+        entry for entry in chosen if not any(name == entry or name.endswith("." + entry) for name in names)
+    ]
     if lost:
-        raise ModelError(f"adapter.modules_to_save: {lost} match no module; allowed are module names; correct them")
+        raise ModelError(
+            f"adapter.modules_to_save: {lost} match no module; allowed are module names; correct them"
+        )
     missing = [name for name in head if not covered(name, chosen)]
     if missing:
         raise ModelError(

@@ -50,11 +50,15 @@ def inject(
         ModelError: if a target, a head or a trained layer is missing, tied or of a type without support.
     """
     if isinstance(base_model, PeftModel) or any(isinstance(m, LoraLayer) for m in base_model.modules()):
-        raise ModelError("base model: it carries an adapter already; allowed is a plain base model; load it again")
+        raise ModelError(
+            "base model: it carries an adapter already; allowed is a plain base model; load it again"
+        )
     refuse_coupling(base_model)
     head = resolve_head(base_model, config.modules_to_save)
     chosen = {name: part for name, part in base_model.named_modules() if _is_one_of(name, head)}
-    leaves = {key: leaf for name, part in chosen.items() for key, leaf in parameter_leaves(name, part).items()}
+    leaves = {
+        key: leaf for name, part in chosen.items() for key, leaf in parameter_leaves(name, part).items()
+    }
     refuse_tied(base_model, leaves)
     if adapt == "full":
         return _full(base_model, config, leaves, seed, fingerprint)

@@ -70,4 +70,6 @@ def check_payload_fits(payload: AdapterPayload, layout: AdapterLayout) -> None:
     check_names("adapter blocks", payload.blocks, expected)
     for name, shape in expected.items():
         if tuple(payload.blocks[name].shape) != shape:
-            raise LayoutMismatchError(f"block {name}: shape {tuple(payload.blocks[name].shape)}; expected {shape}")
+            raise LayoutMismatchError(
+                f"block {name}: shape {tuple(payload.blocks[name].shape)}; expected {shape}"
+            )

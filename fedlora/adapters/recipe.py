@@ -55,10 +55,14 @@ class ARecipe:
         rank, width = self.shapes[module]
         name = f"fedlora lora_A|{_VERSION}|{self.seed}|{module}|{rank}|{width}|{self.init}"
         if self.init == "gaussian":
-            return (normals(name, rank * width) * math.sqrt(1.0 / rank)).reshape(rank, width).astype(np.float32)
+            return (
+                (normals(name, rank * width) * math.sqrt(1.0 / rank)).reshape(rank, width).astype(np.float32)
+            )
         if self.init == "kaiming":
             bound = math.sqrt(1.0 / width)
-            return ((uniforms(name, rank * width) * 2.0 - 1.0) * bound).reshape(rank, width).astype(np.float32)
+            return (
+                ((uniforms(name, rank * width) * 2.0 - 1.0) * bound).reshape(rank, width).astype(np.float32)
+            )
         if self.init == "orthonormal":
             return _orthonormal(normals(name, rank * width).reshape(rank, width)).astype(np.float32)
         raise UnsupportedCombinationError(

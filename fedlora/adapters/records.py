@@ -39,7 +39,9 @@ class RecordAxis:
             [0, 0, 2]
         """
         if not counts or any(count < 0 for count in counts):
-            raise RankMismatchError("records: need one count >= 0 for each client; got none or a negative one")
+            raise RankMismatchError(
+                "records: need one count >= 0 for each client; got none or a negative one"
+            )
         longest = max(max(counts), 1)
         client: list[int] = []
         slot: list[int] = []
@@ -100,7 +102,7 @@ class RecordAxis:
         first = 0
         for number, count in enumerate(self.counts):
             if count > 0:
-                torch.matmul(weights[first : first + count], values[first : first + count], out=out[number])
+                out[number] = weights[first : first + count] @ values[first : first + count]
             first += count
         return out
 

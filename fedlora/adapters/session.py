@@ -59,10 +59,8 @@ class TapSession:
 
     def write(self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
         """Add scale * left @ right per record to block `name`; left (n, p, t), right (n, t, q)."""
-        if self.cores is not None and name in self.cores:
-            target = self.cores[name]
-        else:
-            target = self.blocks[name]
+        in_cores = self.cores is not None and name in self.cores
+        target = self.cores[name] if self.cores is not None and in_cores else self.blocks[name]
         beta = 1.0 if name in self.written else 0.0
         self.written.add(name)
         if left.dtype == target.dtype:
@@ -107,26 +105,34 @@ class TapSession:
     def keep_outer(self, name: str, g: torch.Tensor, x: torch.Tensor, transposed: bool) -> None:
         """Keep the factors of a Linear's weight gradient."""
         self._outer.setdefault(name, []).append(
-            OuterGradient(g.to(self.accumulate), x.to(self.accumulate), transposed)
+            OuterGradient(g.detach().to(self.accumulate), x.detach().to(self.accumulate), transposed)
         )
 
     def keep_lookup(self, name: str, g: torch.Tensor, ids: torch.Tensor, num_rows: int) -> None:
         """Keep the rows of an embedding's gradient."""
-        self._lookup.setdefault(name, []).append(LookupGradient(g.to(self.accumulate), ids, num_rows))
+        self._lookup.setdefault(name, []).append(LookupGradient(g.detach().to(self.accumulate), ids, num_rows))
 
     def deferred(self) -> dict[str, DeferredGradient]:
         """Return what was kept; calls of one layer are joined along the tokens, so that tied uses are summed."""
         kept: dict[str, DeferredGradient] = {}
         for name, outers in self._outer.items():
-            kept[name] = outers[0] if len(outers) == 1 else OuterGradient(
-                torch.cat([part.g for part in outers], 1),
-                torch.cat([part.x for part in outers], 1),
-                outers[0].transposed,
+            kept[name] = (
+                outers[0]
+                if len(outers) == 1
+                else OuterGradient(
+                    torch.cat([part.g for part in outers], 1),
+                    torch.cat([part.x for part in outers], 1),
+                    outers[0].transposed,
+                )
             )
         for name, lookups in self._lookup.items():
-            kept[name] = lookups[0] if len(lookups) == 1 else LookupGradient(
-                torch.cat([part.g for part in lookups], 1),
-                torch.cat([part.ids for part in lookups], 1),
-                lookups[0].num_rows,
+            kept[name] = (
+                lookups[0]
+                if len(lookups) == 1
+                else LookupGradient(
+                    torch.cat([part.g for part in lookups], 1),
+                    torch.cat([part.ids for part in lookups], 1),
+                    lookups[0].num_rows,
+                )
             )
         return kept

@@ -55,7 +55,9 @@ class LoraTap(torch.autograd.Function):
             if h is None or view.up is None:
                 out = base.clone() if h is None else base
             else:
-                out = add_product(base.reshape(rows.shape[0], rows.shape[1], -1), h, _t(view.up), view.scaling)
+                out = add_product(
+                    base.reshape(rows.shape[0], rows.shape[1], -1), h, _t(view.up), view.scaling
+                )
             probed = h if view.probe is None else product(rows, _t(view.probe))
         needs_x = view.kind in ("factors", "tangent", "projected")
         ctx.save_for_backward(probed, rows if needs_x else None)

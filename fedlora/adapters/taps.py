@@ -40,7 +40,9 @@ class Taps:
             ModelError: if a session is open already.
         """
         if self._session is not None:
-            raise ModelError("taps: a pass is already open on this model; allowed is one at a time; close it first")
+            raise ModelError(
+                "taps: a pass is already open on this model; allowed is one at a time; close it first"
+            )
         self._session = session
         try:
             yield session

@@ -2,7 +2,7 @@
 
 Every stage is written for a cohort: tensors of per-client values carry a leading client
 axis K >= 1, and a single client is a cohort of one. Per-record values carry a leading
-record axis, and `client_of_record` says whose each record is.
+record axis, and a `RecordAxis` says whose each record is.
 
 ```
 per_record -> PerRecordGradients   SENSITIVE
@@ -15,12 +15,17 @@ apply      -> new local state      PUBLIC
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fedlora.accounting import Event
+from fedlora.adapters.blocks import FlatBlocks
+from fedlora.adapters.deferred import DeferredGradient
+from fedlora.adapters.records import RecordAxis
+from fedlora.errors import PrivacyParameterError
 
 Blocks = Mapping[str, torch.Tensor]
 """Payload name ("<module>|<block>") to tensor."""
@@ -36,7 +41,8 @@ class Metric:
         group_weights: public weight w_g > 0 per group; the clipped norm is
             sqrt(sum_g w_g^2 ||g||^2) and group g receives noise sigma C / w_g.
         group_of: group of each block.
-        per_layer: each module is clipped to the bound alone (sensitivity sqrt(modules) C).
+        per_layer: each group is clipped to the bound alone (sensitivity sqrt(groups) C); a group is
+            then one module.
     """
 
     kind: str
@@ -44,22 +50,53 @@ class Metric:
     group_of: Mapping[str, str]
     per_layer: bool = False
 
+    def weight(self, group: str) -> float:
+        """Return w_g.
+
+        Raises:
+            PrivacyParameterError: if it is not known, or not finite and positive.
+        """
+        value = self.group_weights.get(group)
+        if value is None or not math.isfinite(value) or not (value > 0.0):
+            raise PrivacyParameterError(
+                f"group weight of {group!r}: got {value}; allowed finite and above 0; resolve privacy.group_weights "
+                "(auto needs the model and public sequences)"
+            )
+        return value
+
+    def blocks_of(self, group: str) -> tuple[str, ...]:
+        """Return the blocks of one group, in order."""
+        return tuple(name for name, owner in self.group_of.items() if owner == group)
+
 
 @dataclass(frozen=True)
 class PerRecordGradients:
     """SENSITIVE. Per-record gradients of one batch in the mechanism's coordinates.
 
     Attributes:
-        blocks: (records, *shape) each, float32 or better; non-finite records already zeroed.
-        squared_norms: (groups, records), the metric's squared norm per group, unweighted.
-        client_of_record: (records,) int64 in [0, num_clients).
-        num_clients: K.
+        blocks: (records, *shape) each, float32 or better; non-finite records already zeroed. One flat
+            tensor underneath (`blocks.flat`, (records, size)).
+        deferred: trained matrices (heads, embeddings) that stay factored; same record axis.
+        squared_norms: group to (records,), the metric's squared norm per group, unweighted.
+        records: the record axis (whose each record is).
+        cores: per-record r x r cores of tangent coordinates, else None.
     """
 
-    blocks: Blocks
+    blocks: FlatBlocks
     squared_norms: Mapping[str, torch.Tensor]
-    client_of_record: torch.Tensor
-    num_clients: int
+    records: RecordAxis
+    deferred: Mapping[str, DeferredGradient] = field(default_factory=dict)
+    cores: FlatBlocks | None = None
+
+    @property
+    def client_of_record(self) -> torch.Tensor:
+        """(records,) int64 in [0, num_clients)."""
+        return self.records.client
+
+    @property
+    def num_clients(self) -> int:
+        """K."""
+        return self.records.num_clients
 
 
 @dataclass(frozen=True)
@@ -67,12 +104,12 @@ class ClippedSum:
     """SENSITIVE. Per-client sums of clipped gradients: one record moves client k's sum by <= bound.
 
     Attributes:
-        blocks: (clients, *shape) each.
-        bound: C, in the metric.
+        blocks: (clients, *shape) each, over one flat tensor (clients, size).
+        bound: C, in the metric (each group's own under `per_layer`); infinity where nothing was clipped.
         metric: the norm that was clipped.
     """
 
-    blocks: Blocks
+    blocks: FlatBlocks
     bound: float
     metric: Metric
 
@@ -82,12 +119,12 @@ class NoisyUpdate:
     """PUBLIC. Noised sums with the event that accounts for them (per client, per step).
 
     Attributes:
-        blocks: (clients, *shape) each.
-        noise_stddev: absolute standard deviation per group (sigma C / w_g).
+        blocks: (clients, *shape) each, over one flat tensor.
+        noise_stddev: absolute standard deviation per group (sigma C / w_g); 0 without privacy.
         event: what one step of one client released.
     """
 
-    blocks: Blocks
+    blocks: FlatBlocks
     noise_stddev: Mapping[str, float]
     event: Event
 
@@ -96,4 +133,4 @@ class NoisyUpdate:
 class Direction:
     """PUBLIC. A descent direction in the mechanism's coordinates; W changes by -lr times it."""
 
-    blocks: Blocks
+    blocks: FlatBlocks

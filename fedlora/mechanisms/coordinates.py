@@ -1,0 +1,69 @@
+"""Which per-record blocks a mechanism collects, and how they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedlora.adapters.blocks import BlockTable
+from fedlora.adapters.views import ViewKind, core_blocks, view_blocks
+from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD, split_block_name
+from fedlora.wire.payload import AdapterLayout
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """PUBLIC. Blocks of one mechanism on one layout.
+
+    Attributes:
+        kind: what the adapted layers collect (see `fedlora.adapters.views`).
+        table: every block of a clipped sum: adapters, small extras (biases, norms), then matrices of extras.
+        stored: the part of `table` that is kept per record (a prefix of it).
+        cores: per-record cores (tangent kind), else empty.
+        adapters: names of adapter blocks.
+        extras: names of trained extra parameters.
+    """
+
+    kind: ViewKind
+    table: BlockTable
+    stored: BlockTable
+    cores: BlockTable
+    adapters: tuple[str, ...]
+    extras: tuple[str, ...]
+
+    @classmethod
+    def of(cls, layout: AdapterLayout, kind: ViewKind) -> Coordinates:
+        """Lay out the blocks of a layout in one view kind."""
+        adapters: dict[str, tuple[int, ...]] = {}
+        for module, spec in layout.modules.items():
+            adapters |= view_blocks(kind, module, spec)
+        small = {name: shape for name, shape in layout.extra.items() if len(shape) == 1}
+        large = {name: shape for name, shape in layout.extra.items() if len(shape) != 1}
+        return cls(
+            kind,
+            BlockTable.of(adapters | small | large),
+            BlockTable.of(adapters | small),
+            BlockTable.of(core_blocks(kind, layout.modules)),
+            tuple(adapters),
+            tuple(small | large),
+        )
+
+    def two_groups(self) -> dict[str, str]:
+        """Return the usual grouping: every adapter block in one group, every extra parameter in the head's."""
+        return dict.fromkeys(self.adapters, GROUP_ADAPTERS) | dict.fromkeys(self.extras, GROUP_HEAD)
+
+    def module_groups(self) -> dict[str, str]:
+        """Return one group per module, for per-layer clipping."""
+        return {name: split_block_name(name)[0] for name in self.table.shapes}
+
+
+def check_groups(group_of: Mapping[str, str], weights: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the groups in use, in order; each must have a weight.
+
+    Raises:
+        KeyError: naming the group without a weight.
+    """
+    groups = tuple(dict.fromkeys(group_of.values()))
+    for group in groups:
+        weights[group]
+    return groups

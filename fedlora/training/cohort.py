@@ -1,0 +1,168 @@
+"""Train many clients at once: one forward and backward over the shared frozen base for all of them.
+
+Adapters are stacked along a client axis; clip, noise, optimiser state and events stay per client, and the result
+equals training them one after the other. A cohort of one is an ordinary client and takes the plain matrix path.
+Batches are Poisson draws of any size; an empty draw runs no forward, but its noise is drawn, the step is
+taken and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from fedlora.accounting import Event
+from fedlora.adapters.adapted import AdaptedModel
+from fedlora.config.schema import FedLoraConfig
+from fedlora.errors import ModelError, PrivacyError
+from fedlora.mechanisms.base import LocalState, Mechanism
+from fedlora.mechanisms.noise import NoiseSource
+from fedlora.training.cohort_passes import PassRunner
+from fedlora.wire.payload import AdapterPayload
+
+
+class CohortTask(Protocol):
+    """What the engine needs of a task."""
+
+    def collate(self, records: list[Any]) -> dict[str, torch.Tensor]:
+        """Pad encoded records to one batch."""
+        ...
+
+    def per_record_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return (records,) losses, each over its own tokens only."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClientJob:
+    """One client's part of a round.
+
+    Attributes:
+        client: logical client id.
+        draw: SENSITIVE. Returns the next Poisson draw (encoded records), possibly empty.
+        noise: the client's own noise source.
+        slots: optimiser state that an earlier round left (see `ClientUpdate.slots`); None starts anew.
+    """
+
+    client: str
+    draw: Callable[[], Sequence[Any]]
+    noise: NoiseSource
+    slots: Mapping[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """PUBLIC (under record-level privacy). What one client's local training gave.
+
+    Attributes:
+        client: logical client id.
+        payload: the mechanism's uplink.
+        event: what ONE step released, from the objects that ran.
+        steps: optimiser steps taken, counted by the engine.
+        slots: optimiser state on the host, for a client that keeps it between rounds.
+    """
+
+    client: str
+    payload: AdapterPayload
+    event: Event
+    steps: int
+    slots: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class CohortEngine:
+    """Trains jobs over one adapted model; kept between rounds (taps are attached once).
+
+    Args:
+        adapted: the model with its taps.
+        mechanism: the bound stages.
+        task: collates records and computes per-record losses.
+        config: the resolved configuration.
+
+    Raises:
+        ModelError: if nothing would be trained.
+    """
+
+    def __init__(
+        self, adapted: AdaptedModel, mechanism: Mechanism, task: CohortTask, config: FedLoraConfig
+    ) -> None:
+        """Check that there is something to train and prepare the passes."""
+        if adapted.num_trained() == 0:
+            raise ModelError("adapter: 0 trained values; name target_modules or modules_to_save")
+        self.adapted, self.mechanism, self.config = adapted, mechanism, config
+        self._passes = PassRunner(adapted, task, config.training.micro_batch_size)
+        cohort = config.simulation.cohort
+        self._cohort = None if cohort == "auto" else int(cohort)
+
+    @property
+    def passes(self) -> PassRunner:
+        """The forward and backward passes, with their present size limits."""
+        return self._passes
+
+    def train(
+        self, payload: AdapterPayload, jobs: Sequence[ClientJob], steps: int, first_step: int = 0
+    ) -> list[ClientUpdate]:
+        """Take local steps for every job from one payload.
+
+        Args:
+            payload: what came down; not changed.
+            jobs: one for each client.
+            steps: optimiser steps per client, >= 1.
+            first_step: global number of the first step, for the learning-rate schedule.
+
+        Returns:
+            One update for each job, in order.
+
+        Raises:
+            LayoutMismatchError: if the payload does not fit.
+            PrivacyError: if a step's event differs from the mechanism's own.
+        """
+        updates: list[ClientUpdate] = []
+        size = self._cohort if self._cohort is not None else max(1, len(jobs))
+        for first in range(0, len(jobs), size):
+            updates += self._train_cohort(payload, jobs[first : first + size], steps, first_step)
+        return updates
+
+    def _train_cohort(
+        self, payload: AdapterPayload, jobs: Sequence[ClientJob], steps: int, first_step: int
+    ) -> list[ClientUpdate]:
+        mechanism = self.mechanism.for_modules(payload.modules)
+        expected = mechanism.step_event()
+        state = _with_slots(mechanism.stages.open(mechanism, self.adapted, payload, len(jobs)), jobs)
+        sources = [job.noise for job in jobs]
+        taken = 0
+        for step in range(steps):
+            state = mechanism.stages.prepare(mechanism, state)
+            clipped = self._passes.clipped_sums(mechanism, state, [job.draw() for job in jobs])
+            update = mechanism.noise(state, clipped, sources)
+            if update.event != expected:
+                raise PrivacyError("step event: what ran differs from what was announced; nothing is released")
+            state = mechanism.stages.update(mechanism, state, update, mechanism.schedule.at(first_step + step))
+            taken += 1
+        payloads = mechanism.stages.close(mechanism, state)
+        return [
+            ClientUpdate(job.client, own, expected, taken, slots)
+            for job, own, slots in zip(jobs, payloads, _split_slots(state, len(jobs)), strict=True)
+        ]
+
+
+def _with_slots(state: LocalState, jobs: Sequence[ClientJob]) -> LocalState:
+    """Put each client's kept optimiser state into its row; clients without one start from the empty state."""
+    if all(job.slots is None for job in jobs):
+        return state
+    slots = {}
+    for name, empty in state.slots.items():
+        rows = [
+            empty[number] if job.slots is None or name not in job.slots else job.slots[name].to(empty)
+            for number, job in enumerate(jobs)
+        ]
+        slots[name] = torch.stack(rows)
+    return replace(state, slots=slots)
+
+
+def _split_slots(state: LocalState, num_clients: int) -> list[dict[str, torch.Tensor]]:
+    """Return each client's optimiser state on the host (one transfer per slot)."""
+    on_host = {name: value.cpu() for name, value in state.slots.items()}
+    return [{name: value[number] for name, value in on_host.items()} for number in range(num_clients)]
