@@ -1,4 +1,4 @@
-"""`fedlora report` and `fedlora compare`: one self-contained HTML file from run folders."""
+"""`fedlora report`: one self-contained HTML file from a run folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     output: Annotated[
@@ -29,33 +33,13 @@ def report(
     data = read_run(run)
     target = run / "report.html" if output is None else output
     target.write_text(render(data), encoding="utf-8")
-    _print({"report": str(target), **embedded_data(data)} if as_json else {"report": str(target)}, as_json)
+    print_result(
+        {"report": str(target), **embedded_data(data)} if as_json else {"report": str(target)}, as_json
+    )
 
 
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="HTML file to write.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Put runs side by side.
-
-    Example: fedlora compare runs/prism runs/lora-fa -o compare.html
-    """
-    from fedlora.report.compare import comparison, render_comparison
-    from fedlora.report.run_data import read_run
-
-    found = [read_run(path) for path in runs]
-    if output is not None:
-        output.write_text(render_comparison(found), encoding="utf-8")
-    rows = comparison(found)
-    if as_json:
-        _print({"runs": rows, "report": None if output is None else str(output)}, True)
-        return
-    for row in rows:
-        typer.echo("  ".join(f"{key}={value}" for key, value in row.items()))
-
-
-def _print(result: dict[str, Any], as_json: bool) -> None:
+def print_result(result: dict[str, Any], as_json: bool) -> None:
+    """Print one JSON object, or the values in one line."""
     if as_json:
         json.dump(result, sys.stdout, allow_nan=False)
         sys.stdout.write("\n")
