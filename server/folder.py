@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 import fedlora
 from fedlora.config import config_container
 from fedlora.config.schema import FedLoraConfig
+from fedlora.ledger import Ledger
 from fedlora.simulation.settings import RoundRecord
 
 _PACKAGES: Final = (
@@ -124,3 +125,16 @@ class RunFolder:
         """Append one round to `metrics.jsonl`."""
         with self.metrics_path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(plain(record), allow_nan=False) + "\n")
+
+
+def write_ledger(folder: Path, ledger: Ledger, config: FedLoraConfig) -> None:
+    """Write what every account of the run's data set has spent, with the conditions, as `ledger.json`."""
+    reports = []
+    for account in ledger.accounts():
+        if account.dataset != config.data.name:
+            continue
+        report = dataclasses.asdict(ledger.report(account, with_rounds=False))
+        report.pop("rounds", None)
+        reports.append(report)
+    text = json.dumps(plain({"dataset": config.data.name, "accounts": reports}), indent=2, allow_nan=False)
+    write_atomically(folder / "ledger.json", text.encode() + b"\n")

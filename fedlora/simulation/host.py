@@ -35,6 +35,7 @@ class NodeSpec:
         container: resolved configuration as plain values.
         config_hash: its hash.
         parts: logical client id to the positions of its rows.
+        state_dir: where clients' optimiser state is kept (a folder that all machines see).
         threads: CPU threads of this worker.
     """
 
@@ -45,6 +46,7 @@ class NodeSpec:
     container: Mapping[str, Any]
     config_hash: str
     parts: Mapping[str, npt.NDArray[np.int64]]
+    state_dir: str
     threads: int = 1
 
 
@@ -98,11 +100,19 @@ class NodeHost:
         from fedlora.training.policy import Policy
         from fedlora.training.replies import NoReplies
         from fedlora.training.shelf import RowShelf
+        from fedlora.training.slots import SlotStore
         from fedlora.training.trainer import Trainer
 
         data = self._config.data
         shelf = RowShelf(lambda: load_rows(data), self._spec.parts)
-        return Trainer(shelf, Policy.simulation(), self._keeper, replies=NoReplies(), timings=True)
+        return Trainer(
+            shelf,
+            Policy.simulation(),
+            self._keeper,
+            replies=NoReplies(),
+            timings=True,
+            slots=SlotStore(Path(self._spec.state_dir)),
+        )
 
     def prepare(self) -> Readiness:
         """Load the base model; return the accounting event of one step."""

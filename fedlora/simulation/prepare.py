@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedlora.config.resolve import derive_noise
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Rows, bound_groups, label_names, load_rows, partition_rows, split_validation
 from fedlora.errors import ConfigError, DataError
+from fedlora.training.groups import with_group_weights
+from fedlora.training.session import Workbench, bind, load_parts, step_event
 
 Index = npt.NDArray[np.int64]
 
@@ -64,6 +67,33 @@ def _bounded(config: FedLoraConfig, rows: Rows, index: Index) -> Index:
     if not isinstance(privacy, RecordPrivacy) or privacy.group_by is None:
         return index
     return bound_groups(rows.column(privacy.group_by), index, privacy.max_records_per_group)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A resolved configuration and the workbench that resolving needed."""
+
+    config: FedLoraConfig
+    bench: Workbench
+
+
+def complete(config: FedLoraConfig) -> Prepared:
+    """Resolve a configuration: group weights from public sequences, noise from the target (or back).
+
+    Args:
+        config: checked configuration; label names or `model.num_labels` stated.
+
+    Returns:
+        The resolved configuration and a loaded workbench for it.
+
+    Raises:
+        ModelError: if the base model cannot be loaded.
+        PrivacyParameterError: if the privacy target cannot be reached.
+    """
+    parts = load_parts(config)
+    config = with_group_weights(config, parts)
+    config = derive_noise(config, lambda asked: step_event(asked, parts.adapted.layout))
+    return Prepared(config, bind(config, parts))
 
 
 def share_out(parts: Mapping[str, Index], nodes: int) -> list[dict[str, Index]]:

@@ -22,8 +22,6 @@ class Policy:
         allow_client_unit: serve client-level privacy whose noise is added elsewhere.
         allow_seeded_noise: serve the test-only noise source; never in a deployment.
         allow_remote_code: serve models that bring their own Python code.
-        target_modules: module names that may be adapted; None allows any.
-        max_sample_rate: largest sampling rate, in (0, 1].
     """
 
     mechanisms: frozenset[str] | None = None
@@ -35,8 +33,6 @@ class Policy:
     allow_client_unit: bool = False
     allow_seeded_noise: bool = False
     allow_remote_code: bool = False
-    target_modules: frozenset[str] | None = None
-    max_sample_rate: float = 1.0
 
     @classmethod
     def simulation(cls) -> Policy:
@@ -61,25 +57,10 @@ class Policy:
             raise PolicyRefusedError(
                 "policy.allow_remote_code: the run asks to execute the model's own code; refused"
             )
-        self._check_reach(config)
         if not isinstance(config.privacy, NoPrivacy) and config.training.sampling != "poisson":
             raise PolicyRefusedError(
                 "training.sampling: shuffled batches have no amplification by sampling and their accounting is "
                 "refused under privacy; use sampling: poisson"
-            )
-
-    def _check_reach(self, config: FedLoraConfig) -> None:
-        targets = config.adapter.target_modules
-        asked = {targets} if isinstance(targets, str) else {*targets, *config.adapter.modules_to_save}
-        if self.target_modules is not None and not asked <= self.target_modules:
-            raise PolicyRefusedError(
-                f"policy.target_modules: asked for {', '.join(sorted(asked - self.target_modules))}; "
-                f"allowed {', '.join(sorted(self.target_modules))}"
-            )
-        rate = config.training.sample_rate
-        if not (rate <= self.max_sample_rate):
-            raise PolicyRefusedError(
-                f"policy.max_sample_rate: asked for {rate:.6g}; this site allows {self.max_sample_rate:.6g} or less"
             )
 
     def _check_unit(self, config: FedLoraConfig) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fedlora.accounting import Event, NonPrivateEvent
-from fedlora.adapters import inject
+from fedlora.adapters.adapted import AdaptedModel
+from fedlora.adapters.inject import inject
 from fedlora.adapters.models import LoadedBase, load_base
 from fedlora.config import config_container, config_from_container
 from fedlora.config.resolve import check_derived, config_hash
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
-from fedlora.data import build_task
+from fedlora.data import Task, build_task
 from fedlora.errors import ConfigError, WireError
-from fedlora.mechanisms import Mechanism, build_mechanism
+from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
 
@@ -33,21 +34,55 @@ class Workbench:
 
     config: FedLoraConfig
     base: LoadedBase
-    task: Any
-    adapted: Any
+    task: Task
+    adapted: AdaptedModel
     mechanism: Mechanism
     event: Event
 
     @property
     def layout(self) -> AdapterLayout:
         """Public shapes of the adapter."""
-        layout: AdapterLayout = self.adapted.layout
-        return layout
+        return self.adapted.layout
 
     def initial_payload(self) -> AdapterPayload:
         """Return the adapter that a run starts from."""
-        payload: AdapterPayload = self.mechanism.initial_payload(self.adapted)
-        return payload
+        return self.mechanism.initial_payload(self.adapted)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A loaded base model with task and injected adapter; independent of the privacy section."""
+
+    base: LoadedBase
+    task: Task
+    adapted: AdaptedModel
+
+
+def load_parts(config: FedLoraConfig) -> Parts:
+    """Load the base model, build the task and inject the adapter.
+
+    Raises:
+        ModelError: if the base model cannot be loaded.
+        ConfigError: if adapter patterns match nothing.
+    """
+    base = load_base(config.model, config.model.num_labels)
+    task = build_task(config.model, config.data, base.tokenizer)
+    adapt: Literal["lora", "full"] = "full" if config.mechanism.kind == "dp_sgd" else "lora"
+    adapted = inject(
+        base.model, config.adapter, seed=config.run.seed, fingerprint=base.fingerprint, adapt=adapt
+    )
+    return Parts(base, task, adapted)
+
+
+def bind(config: FedLoraConfig, parts: Parts) -> Workbench:
+    """Bind loaded parts to a resolved configuration.
+
+    Raises:
+        UnsupportedCombinationError: if the configuration's parts make no sense together.
+    """
+    mechanism = build_mechanism(config, parts.adapted.layout)
+    event = step_event(config, parts.adapted.layout)
+    return Workbench(config, parts.base, parts.task, parts.adapted, mechanism, event)
 
 
 def build_workbench(config: FedLoraConfig) -> Workbench:
@@ -55,25 +90,15 @@ def build_workbench(config: FedLoraConfig) -> Workbench:
 
     Args:
         config: resolved configuration (number of labels and noise multiplier set).
-
-    Raises:
-        ModelError: if the base model cannot be loaded.
-        ConfigError: if adapter patterns match nothing, or the combination is unsupported.
     """
-    base = load_base(config.model, config.model.num_labels)
-    task = build_task(config.model, config.data, base.tokenizer)
-    adapted = inject(base.model, config.adapter, seed=config.run.seed, fingerprint=base.fingerprint)
-    mechanism = build_mechanism(config, adapted.layout)
-    event = step_event(config, adapted.layout)
-    return Workbench(config, base, task, adapted, mechanism, event)
+    return bind(config, load_parts(config))
 
 
 def step_event(config: FedLoraConfig, layout: AdapterLayout) -> Event:
     """Return what one step of one client releases under a configuration, from the mechanism that will run."""
     if isinstance(config.privacy, NoPrivacy):
         return NonPrivateEvent()
-    event: Event = build_mechanism(config, layout).step_event()
-    return event
+    return build_mechanism(config, layout).step_event()
 
 
 def check_claims(bench: Workbench) -> None:

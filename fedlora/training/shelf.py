@@ -36,13 +36,14 @@ class LazyRecords:
     """SENSITIVE. Records that are encoded when they are first drawn and then kept.
 
     Args:
+        rows: all rows of the node's source.
+        indices: positions of this client's rows.
         task: turns rows into model inputs.
-        rows: this client's rows.
     """
 
-    def __init__(self, task: Task, rows: Rows) -> None:
+    def __init__(self, rows: Rows, indices: npt.NDArray[np.int64], task: Task) -> None:
         """Keep references only; nothing is read yet."""
-        self._encoded = EncodedRows(task, rows)
+        self._encoded = EncodedRows(task, rows.subset(indices))
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -88,5 +89,7 @@ class RowShelf:
         if records is None:
             if self._rows is None:
                 self._rows = self._load()
-            records = self._open[client] = LazyRecords(task, self._rows.subset(self._parts[client]))
+            records = self._open[client] = LazyRecords(
+                self._rows, np.asarray(self._parts[client], dtype=np.int64), task
+            )
         return records

@@ -22,6 +22,7 @@ from typing import Any
 
 import fedlora
 from fedlora.accounting import Event
+from fedlora.aggregation import reduce_payloads
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
 from fedlora.errors import (
     AccountingError,
@@ -48,6 +49,7 @@ from fedlora.training.session import (
     same_container,
 )
 from fedlora.training.shelf import Records, Shelf
+from fedlora.training.slots import Slots, SlotStore, keeps_slots
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Trainer:
         sign: signs each reply's receipt with the site's identity key.
         identity: fingerprint of that key.
         timings: send durations back; never in a deployment, where they tell batch sizes.
+        slots: keeps optimiser state between rounds; in memory where None.
     """
 
     def __init__(
@@ -101,12 +104,15 @@ class Trainer:
         sign: Signer | None = None,
         identity: str | None = None,
         timings: bool = False,
+        slots: SlotStore | None = None,
     ) -> None:
         """Keep the parts; nothing is loaded or read yet."""
         self._shelf, self._policy, self._keeper = shelf, policy, keeper
         self._budgets, self._dataset = budgets, dataset
         self._replies: Replies = MemoryReplies() if replies is None else replies
         self._sign, self._identity, self._timings = sign, identity, timings
+        self._slots = SlotStore(None) if slots is None else slots
+        self._run_id = ""
         self._session: Session | None = None
         self._lock = threading.Lock()
 
@@ -136,15 +142,32 @@ class Trainer:
             try:
                 check_clients(request.clients)
                 replies, timings = self._round(request)
+                return self._reply(request, replies, timings)
             except FedLoraError as error:
                 _LOG.warning("round %s refused: %s", request.server_round, error)
-                replies, timings = self._all(request, error), {}
+                replies = self._all(request, error)
             except Exception as error:
                 _LOG.error("round %s failed: %s", request.server_round, where_it_failed(error))
-                replies, timings = self._all(request, error), {}
-        if not self._timings:
-            timings = {}
-        return RoundReply(request.run_id, request.server_round, replies, timings=timings)
+                replies = self._all(request, error)
+        return RoundReply(request.run_id, request.server_round, replies)
+
+    def _reply(
+        self, request: RoundRequest, replies: tuple[ClientReply, ...], timings: Mapping[str, float]
+    ) -> RoundReply:
+        """Build the node's answer; where the server asks for it, its clients' updates are summed here."""
+        told = timings if self._timings else {}
+        session = self._session
+        updates = {one.client: one.payload for one in replies if one.payload is not None}
+        linear = session is not None and session.bench.mechanism.uplink in ("lora_b", "tangent", "projected")
+        if session is None or not request.reduce or not linear or len(updates) < 2:
+            return RoundReply(request.run_id, request.server_round, replies, timings=told)
+        kind, recipe = session.bench.mechanism.uplink, request.payload.recipe
+        total, used, _ = reduce_payloads(updates, session.bench.layout, recipe, kind)
+        if total is None:
+            return RoundReply(request.run_id, request.server_round, replies, timings=told)
+        summed = set(used)
+        bare = tuple(replace(one, payload=None) if one.client in summed else one for one in replies)
+        return RoundReply(request.run_id, request.server_round, bare, total, used, timings=told)
 
     # -- the order of a round -------------------------------------------------------------------
 
@@ -153,6 +176,9 @@ class Trainer:
         config = self._checked_config(request)
         session = self._open(config, request.config_hash)
         self._check_payload(session, request)
+        if request.run_id != self._run_id:
+            self._slots.forget()
+            self._run_id = request.run_id
         self._policy.check_round(request.server_round, request.steps)
         answers = self._admit(session, request)
         reserved = time.perf_counter()
@@ -257,13 +283,20 @@ class Trainer:
             jobs = []
             for one in (one for one in admitted if one.steps == steps):
                 try:
-                    jobs.append(make_job(session.bench.config, one.client, one.records, request, steps))
+                    job = make_job(session.bench.config, one.client, one.records, request, steps)
+                    jobs.append(replace(job, slots=self._earlier_slots(session, one.client, request)))
                 except Exception as error:
                     done[one.client] = self._failed(one.client, error)
             if jobs:
-                for update in session.engine.train(request.payload, jobs, steps):
+                first = (request.server_round - 1) * session.bench.config.training.local_steps
+                for update in session.engine.train(request.payload, jobs, steps, first):
                     done[update.client] = update
         return done
+
+    def _earlier_slots(self, session: Session, client: str, request: RoundRequest) -> Slots | None:
+        if not keeps_slots(session.bench.mechanism):
+            return None
+        return self._slots.load(client, request.server_round)
 
     def _settle(
         self,
@@ -284,6 +317,8 @@ class Trainer:
                 fresh[client] = result
                 continue
             fresh[client] = reply = self._checked_update(session, answer, result)
+            if keeps_slots(session.bench.mechanism):
+                self._slots.save(client, request.server_round, result.slots)
             if answer.reservation is not None:
                 digest = self._replies.keep(answer.reservation, reply)
                 commits.append(CommitRequest(answer.reservation, reply.steps, session.bench.event, digest))

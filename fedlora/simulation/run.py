@@ -1,0 +1,243 @@
+"""Run one simulation: resolve, start the grid, run the very ServerApp of a deployment, clean up."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+from fedlora.config import config_container, load_config
+from fedlora.config.resolve import config_hash
+from fedlora.config.schema import FedLoraConfig
+from fedlora.errors import CheckpointError, SimulationError
+from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
+from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
+from fedlora.simulation.grid import HostedGrid, InProcessGrid
+from fedlora.simulation.host import NodeSpec
+from fedlora.simulation.identity import SERVER_NODE
+from fedlora.simulation.prepare import Federation, complete, make_federation, share_out
+from fedlora.simulation.settings import Progress, RunResult, ServerSettings, register_settings
+from fedlora.simulation.spending import Spending
+from fedlora.training.charging import LedgerKeeper, charges
+
+_LOG = logging.getLogger(__name__)
+_FIRST_NODE = 1001
+
+
+def simulate(
+    config: FedLoraConfig | None = None,
+    *,
+    resume: Path | None = None,
+    ledger: Path | None = None,
+    progress: Progress | None = None,
+    in_process: bool = False,
+    stop_after: int | None = None,
+) -> RunResult:
+    """Run one simulation on this machine or on a Ray cluster.
+
+    Args:
+        config: checked configuration with a partition; not needed with `resume`.
+        resume: folder of an interrupted run to go on with.
+        ledger: the clients' ledger file; `ledger.sqlite` beside the run folders where None, so that runs
+            over the same data set add up.
+        progress: called after every round.
+        in_process: run all nodes in this process, without Ray (tests, tiny runs).
+        stop_after: end after this round as if interrupted (tests of resume).
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ClusterUnreachableError: if the Ray cluster does not answer within its bound.
+        FedLoraError: whatever else ends the run.
+    """
+    started = time.perf_counter()
+    settings, federation = _settings(config, resume, progress, stop_after)
+    run_number = zlib.crc32(settings.run_id.encode()) + 1
+    book = _open_ledger(settings.config, ledger)
+    with _terminations():
+        try:
+            spending = Spending(None if book is None else LedgerKeeper(book), settings.config)
+            specs = _specs(settings, federation, run_number, in_process)
+            settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
+            grid = _grid(settings, specs, spending, in_process)
+            try:
+                _log_plan(settings, specs, time.perf_counter() - started)
+                _run_server(grid, settings, run_number)
+            finally:
+                grid.close()
+            result = settings.result
+            if result is None:
+                raise SimulationError("the server app ended without a result; see its log")
+            seconds = {**result.seconds, "wall": time.perf_counter() - started}
+            return replace(result, seconds=seconds)
+        finally:
+            if book is not None:
+                _export_ledger(book, settings)
+                book.close()
+
+
+# -- preparation ------------------------------------------------------------------------------------
+
+
+def _settings(
+    config: FedLoraConfig | None, resume: Path | None, progress: Progress | None, stop_after: int | None
+) -> tuple[ServerSettings, Federation]:
+    if resume is not None:
+        return _resumed(resume, progress, stop_after)
+    if config is None:
+        raise SimulationError("simulate: neither a configuration nor a run to resume was given")
+    federation = make_federation(config)
+    prepared = complete(federation.config)
+    run_id = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    folder = Path(config.run.dir) / run_id
+    settings = ServerSettings(
+        prepared.config, run_id, folder, progress=progress, stop_after=stop_after, bench=prepared.bench
+    )
+    return settings, federation
+
+
+def _resumed(
+    folder: Path, progress: Progress | None, stop_after: int | None
+) -> tuple[ServerSettings, Federation]:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"resume: {path} is not there; give the folder of an earlier run")
+    config = load_config(path)
+    federation = make_federation(config)
+    prepared = complete(config)
+    attempt = _next_attempt(folder)
+    settings = ServerSettings(
+        prepared.config,
+        f"{folder.name}.{attempt}",
+        folder,
+        resume=True,
+        progress=progress,
+        stop_after=stop_after,
+        bench=prepared.bench,
+    )
+    return settings, federation
+
+
+def _next_attempt(folder: Path) -> int:
+    """Count attempts: each has its own run id, so that what an interrupted round spent stays spent."""
+    path = folder / "attempts"
+    text = path.read_text().strip() if path.exists() else "1"
+    attempt = (int(text) if text.isdigit() else 1) + 1
+    part = path.with_suffix(".part")
+    part.write_text(str(attempt))
+    os.replace(part, path)
+    return attempt
+
+
+def _open_ledger(config: FedLoraConfig, path: Path | None) -> Ledger | None:
+    if not charges(config):
+        return None
+    target = Path(config.run.dir) / "ledger.sqlite" if path is None else path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    secret = load_or_create_secret(target.with_suffix(".key"))
+    return open_ledger(target, secret=secret)
+
+
+def _export_ledger(book: Ledger, settings: ServerSettings) -> None:
+    """Write each client's account as JSON beside the run's metrics."""
+    load_module(find_app_dir(), "server.folder").write_ledger(settings.folder, book, settings.config)
+
+
+def num_workers(config: FedLoraConfig, clients: int) -> int:
+    """Return the number of workers: as configured, else one per core (and thread share), at most one a client."""
+    section = config.simulation
+    if section.workers != "auto":
+        return min(int(section.workers), clients)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    if section.ray.gpus_per_worker > 0:
+        import torch
+
+        gpus = torch.cuda.device_count()
+        return max(1, min(math.floor(gpus / section.ray.gpus_per_worker), cores, clients))
+    return max(1, min(cores // section.threads_per_worker, clients))
+
+
+def _specs(
+    settings: ServerSettings, federation: Federation, run_number: int, in_process: bool
+) -> list[NodeSpec]:
+    config = settings.config
+    app_dir = find_app_dir()
+    count = 1 if in_process else num_workers(config, len(federation.parts))
+    container: Mapping[str, Any] = config_container(config)
+    digest, seen = config_hash(config), code_hash(app_dir)
+    return [
+        NodeSpec(
+            node_id=_FIRST_NODE + number,
+            run_number=run_number,
+            app_dir=str(app_dir),
+            code_hash=seen,
+            container=container,
+            config_hash=digest,
+            parts=parts,
+            state_dir=str((settings.folder / "clients").absolute()),
+            threads=config.simulation.threads_per_worker,
+        )
+        for number, parts in enumerate(share_out(federation.parts, count))
+    ]
+
+
+def _grid(
+    settings: ServerSettings, specs: list[NodeSpec], spending: Spending, in_process: bool
+) -> HostedGrid:
+    timeout = settings.config.federation.round_timeout_seconds
+    if in_process:
+        return InProcessGrid(specs, spending, timeout)
+    from fedlora.simulation.raygrid import RayGrid
+
+    return RayGrid(specs, spending, settings.config.simulation.ray, settings.run_id, timeout)
+
+
+def _log_plan(settings: ServerSettings, specs: list[NodeSpec], seconds: float) -> None:
+    clients = sum(len(spec.parts) for spec in specs)
+    _LOG.info(
+        "run %s: %d clients on %d workers with %d threads each; prepared in %.1f s",
+        settings.run_id,
+        clients,
+        len(specs),
+        specs[0].threads,
+        seconds,
+    )
+
+
+def _run_server(grid: HostedGrid, settings: ServerSettings, run_number: int) -> None:
+    app = load_module(find_app_dir(), "server.app").app
+    register_settings(run_number, settings)
+    context = Context(
+        run_id=run_number, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config={}
+    )
+    app(grid, context)
+
+
+@contextmanager
+def _terminations() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that no worker is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
