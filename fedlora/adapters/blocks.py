@@ -75,7 +75,7 @@ class FlatBlocks(Mapping[str, torch.Tensor]):
         """Return the view (lead, *shape) of one block."""
         if name not in self._views:
             first, end = self.table.span(name)
-            self._views[name] = self.flat[:, first:end].unflatten(1, self.table.shapes[name])
+            self._views[name] = self.flat[:, first:end].view(-1, *self.table.shapes[name])
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:

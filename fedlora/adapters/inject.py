@@ -105,9 +105,10 @@ def _peft(base_model: Any, config: AdapterConfig, head: tuple[str, ...]) -> Peft
         type(module).__name__ == "Conv1D" and (targets == "all-linear" or _is_one_of(name, tuple(targets)))
         for name, module in base_model.named_modules()
     )
+    alpha: Any = config.lora_alpha  # PEFT says int, and takes any number
     lora = LoraConfig(
         r=config.rank,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=alpha,
         target_modules=targets,
         exclude_modules=list(head) if targets == "all-linear" and head else None,
         lora_dropout=config.dropout,
@@ -174,7 +175,10 @@ def _refuse_unmatched(config: AdapterConfig, names: list[str]) -> None:
 
 
 def _pattern_matches(config: AdapterConfig, names: list[str]) -> Mapping[str, int]:
-    patterns = {"rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
+    patterns: dict[str, Mapping[str, Any]] = {
+        "rank_pattern": config.rank_pattern,
+        "alpha_pattern": config.alpha_pattern,
+    }
     counts: dict[str, int] = {}
     for section, pattern in patterns.items():
         for key in pattern:
@@ -197,7 +201,8 @@ def _leading_rows(layer: Any) -> torch.Tensor:
     matrix = weight.detach().to(torch.float64)
     matrix = matrix.t() if layer.fan_in_fan_out else matrix
     rank = int(layer.r[ADAPTER])
-    return torch.linalg.svd(matrix, full_matrices=False).Vh[:rank].to(torch.float32)
+    rows: torch.Tensor = torch.linalg.svd(matrix, full_matrices=False).Vh[:rank]
+    return rows.to(torch.float32)
 
 
 def _full(

@@ -108,7 +108,7 @@ class RecordAxis:
 
     def pad(self, values: torch.Tensor) -> torch.Tensor:
         """Arrange (records, *shape) as (K, longest, *shape); filling places repeat record 0."""
-        return values.index_select(0, self.padded.reshape(-1)).unflatten(0, self.padded.shape)
+        return values.index_select(0, self.padded.reshape(-1)).view(*self.padded.shape, *values.shape[1:])
 
     def unpad(self, values: torch.Tensor) -> torch.Tensor:
         """Inverse of `pad`: (K, longest, *shape) to (records, *shape)."""

@@ -110,7 +110,9 @@ class TapSession:
 
     def keep_lookup(self, name: str, g: torch.Tensor, ids: torch.Tensor, num_rows: int) -> None:
         """Keep the rows of an embedding's gradient."""
-        self._lookup.setdefault(name, []).append(LookupGradient(g.detach().to(self.accumulate), ids, num_rows))
+        self._lookup.setdefault(name, []).append(
+            LookupGradient(g.detach().to(self.accumulate), ids, num_rows)
+        )
 
     def deferred(self) -> dict[str, DeferredGradient]:
         """Return what was kept; calls of one layer are joined along the tokens, so that tied uses are summed."""

@@ -66,7 +66,7 @@ class LoraTap(torch.autograd.Function):
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Write the record blocks; return gradients for base output and input only."""
         view: LayerView = ctx.view
         session: TapSession = ctx.session
@@ -143,7 +143,7 @@ class LinearTap(torch.autograd.Function):
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Keep the factors of the weight's gradient; return the input's gradient."""
         module, transposed, session, has_bias = ctx.args
         (rows,) = ctx.saved_tensors
@@ -191,7 +191,7 @@ class AffineTap(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Write per-record gradients of scale and shift."""
         module, session, has_bias = ctx.args
         rows, scale = ctx.saved_tensors
@@ -227,7 +227,7 @@ class LookupTap(torch.autograd.Function):
         return torch.nn.functional.embedding(rows, table.flatten(0, 1))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         """Keep the looked-up rows' gradients."""
         module, padding_idx, session, num_rows = ctx.args
         (ids,) = ctx.saved_tensors

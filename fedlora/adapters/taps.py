@@ -20,6 +20,11 @@ from fedlora.errors import ModelError
 _MARK = "_fedlora_tap"
 
 
+def _apply(function: Any, *arguments: Any) -> Any:
+    """Call an autograd function (torch leaves `apply` untyped)."""
+    return function.apply(*arguments)
+
+
 class Taps:
     """The taps of one model; `open` makes them act on one pass."""
 
@@ -53,7 +58,7 @@ class Taps:
         """Replace a module's forward once; a second call on the same module changes nothing."""
         if getattr(module, _MARK, None) is not None:
             return
-        module.forward = make(module.forward)  # type: ignore[method-assign]
+        module.forward = make(module.forward)
         object.__setattr__(module, _MARK, self)
 
 
@@ -67,7 +72,7 @@ def tap_lora(taps: Taps, name: str, layer: Any, adapter: str) -> None:
                 return original(x, *args, **kwargs)
             base = layer.base_layer(x, *args, **kwargs)
             dropped = layer.lora_dropout[adapter](x)
-            return LoraTap.apply(base, dropped, session.anchor, name, session.views[name], session)
+            return _apply(LoraTap, base, dropped, session.anchor, name, session.views[name], session)
 
         return forward
 
@@ -80,7 +85,7 @@ def _linear(taps: Taps, name: str, module: nn.Module, transposed: bool) -> None:
             session = taps.session
             if session is None:
                 return original(x)
-            return LinearTap.apply(x, session.anchor, name, transposed, session)
+            return _apply(LinearTap, x, session.anchor, name, transposed, session)
 
         return forward
 
@@ -94,7 +99,7 @@ def _layer_norm(taps: Taps, name: str, module: nn.LayerNorm) -> None:
             if session is None:
                 return original(x)
             normal = nn.functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
-            return AffineTap.apply(normal, session.anchor, name, session)
+            return _apply(AffineTap, normal, session.anchor, name, session)
 
         return forward
 
@@ -116,7 +121,7 @@ def _embedding(taps: Taps, name: str, module: nn.Embedding) -> None:
                 raise ModelError(
                     f"layer {name}: {ids.shape[0]} rows of ids for {records} records; leave it out of modules_to_save"
                 )
-            return LookupTap.apply(ids, session.anchor, name, module.padding_idx, session)
+            return _apply(LookupTap, ids, session.anchor, name, module.padding_idx, session)
 
         return forward
 

@@ -60,7 +60,8 @@ class StepPrivacy:
         """
         if self.noise_multiplier is None:
             raise PrivacyParameterError(
-                "privacy.noise_multiplier: not known yet; resolve the configuration first (it follows from target_epsilon)"
+                "privacy.noise_multiplier: not known yet; resolve the configuration first "
+                "(it follows from target_epsilon)"
             )
         return self.noise_multiplier
 

@@ -1,8 +1,9 @@
 """DP-SGD on the full matrices of the target modules: the baseline without low rank.
 
-Abadi et al., Deep Learning with Differential Privacy, arXiv:1607.00133v2, Algorithm 1. Per-record norms come from token Gram
-matrices and the clipped sum from one product per matrix; no per-record out x in gradient is formed. The adapted model
-has no LoRA layers (`inject(..., adapt="full")`): whole weights are its trained extra parameters and travel as values.
+Abadi et al., Deep Learning with Differential Privacy, arXiv:1607.00133v2, Algorithm 1. Per-record norms come
+from token Gram matrices and the clipped sum from one product per matrix; no per-record out x in gradient is formed.
+The adapted model has no LoRA layers (`inject(..., adapt="full")`): whole weights are its trained extra parameters and
+travel as values.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
@@ -47,10 +48,10 @@ class _Keystream:
         self._left = 0
         self._context: CipherContext | None = None
 
-    def words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
         """Return `count` uniform 64-bit words."""
         out = np.empty(count, dtype=np.uint64)
-        view = memoryview(out).cast("B")
+        view = out.view(np.uint8).data
         with self._lock:
             done = 0
             while done < len(view):

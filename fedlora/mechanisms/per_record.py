@@ -68,7 +68,7 @@ def per_record_gradients(
                 f"loss: shape {tuple(loss.shape)}; expected one number for each of {count} records"
             )
         if loss.requires_grad:
-            loss.sum().backward()
+            torch.autograd.backward(loss.sum())
     deferred = session.deferred()
     _fill_unreached(session, coordinates, deferred)
     return _finish(session, metric, deferred)
@@ -149,8 +149,9 @@ def _squared_norms(
 def _sum_squares(rows: torch.Tensor) -> torch.Tensor:
     """Return (records,) sums of squares with pairwise summation."""
     if rows.is_cuda:
-        return torch.linalg.vector_norm(rows, dim=1).square()
-    total = rows.new_zeros(rows.shape[0])
-    for chunk in rows.split(65536, dim=1):
+        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms.square()
+    total = torch.zeros(rows.shape[0], dtype=rows.dtype)
+    for chunk in torch.split(rows, 65536, dim=1):
         total += chunk.square().sum(1)
     return total

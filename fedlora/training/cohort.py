@@ -138,8 +138,12 @@ class CohortEngine:
             clipped = self._passes.clipped_sums(mechanism, state, [job.draw() for job in jobs])
             update = mechanism.noise(state, clipped, sources)
             if update.event != expected:
-                raise PrivacyError("step event: what ran differs from what was announced; nothing is released")
-            state = mechanism.stages.update(mechanism, state, update, mechanism.schedule.at(first_step + step))
+                raise PrivacyError(
+                    "step event: what ran differs from what was announced; nothing is released"
+                )
+            state = mechanism.stages.update(
+                mechanism, state, update, mechanism.schedule.at(first_step + step)
+            )
             taken += 1
         payloads = mechanism.stages.close(mechanism, state)
         return [

@@ -173,7 +173,9 @@ def refuse_packed(batch: Mapping[str, Any]) -> None:
     """
     packed = sorted(_PACKED & set(batch))
     if packed:
-        raise ModelError(f"batch: field {packed[0]} says that records are packed into rows; switch packing off")
+        raise ModelError(
+            f"batch: field {packed[0]} says that records are packed into rows; switch packing off"
+        )
 
 
 def _add(total: ClippedSum, part: ClippedSum) -> ClippedSum:

@@ -113,16 +113,19 @@ def targets(family: str) -> tuple[str, ...]:
     if family != "vit":
         return TARGETS[family]
     names = [name for name, _ in _base("vit").named_modules()]
-    wanted = ("query", "value") if any(name.endswith(".query") for name in names) else ("q_proj", "v_proj")
-    return wanted
+    return ("query", "value") if any(name.endswith(".query") for name in names) else ("q_proj", "v_proj")
 
 
 def adapted_model(family: str, dtype=torch.float64, adapt="lora", **changes) -> AdaptedModel:
     settings = {"rank": 3, "lora_alpha": 6.0, "target_modules": targets(family), **changes}
-    return inject(base_model(family, dtype), AdapterConfig(**settings), seed=7, fingerprint=FINGERPRINT, adapt=adapt)
+    return inject(
+        base_model(family, dtype), AdapterConfig(**settings), seed=7, fingerprint=FINGERPRINT, adapt=adapt
+    )
 
 
-def config(kind: str = "lora_fa", *, adapter=None, privacy=None, training=None, mechanism=None) -> FedLoraConfig:
+def config(
+    kind: str = "lora_fa", *, adapter=None, privacy=None, training=None, mechanism=None
+) -> FedLoraConfig:
     """A complete run configuration for engine tests."""
     record = {"unit": "record", "adjacency": "add_or_remove", "noise_multiplier": 1.0, "target_delta": 1e-5,
               "budget": {"epsilon": 8.0, "delta": 1e-5, "on_exhausted": "refuse"}, "noise_source": "seeded-test-only",
@@ -165,7 +168,9 @@ def moved_payload(payload: AdapterPayload, seed: int = 1, scale: float = 0.3) ->
     return AdapterPayload(payload.kind, blocks, payload.modules, payload.recipe, payload.base_fingerprint)
 
 
-def reference_gradients(adapted: AdaptedModel, task: ZooTask, record: Record, both: bool) -> dict[str, torch.Tensor]:
+def reference_gradients(
+    adapted: AdaptedModel, task: ZooTask, record: Record, both: bool
+) -> dict[str, torch.Tensor]:
     """One record's gradients by plain autograd through PEFT's own forward."""
     parameters = {}
     for name, layer in adapted.lora_layers.items():

@@ -60,7 +60,7 @@ def test_clipped_sum_equals_one_record_at_a_time(family, kind, dtype):
 @pytest.mark.parametrize("kind", ["lora_fa", "factor", "dp_sgd"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cohort_sums_equal_each_client_alone(family, kind):
-    adapted, mechanism, payload, task, passes = setup(family, kind, torch.float64)
+    adapted, mechanism, payload, _, passes = setup(family, kind, torch.float64)
     draws = [records(family, (3, 8), 1), [], records(family, (2, 11, 5), 2)]
     state = mechanism.stages.open(mechanism, adapted, payload, 3)
     state.values.flat.add_(0.1 * torch.randn(state.values.flat.shape, dtype=torch.float64))
@@ -110,7 +110,7 @@ def test_h22_trained_embeddings_norms_and_heads_match_single_records(family, sav
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_neighbours_move_the_sum_by_at_most_c(family):
-    adapted, mechanism, payload, task, passes = setup(family, "lora_fa", torch.float32)
+    adapted, mechanism, payload, _, passes = setup(family, "lora_fa", torch.float32)
     mechanism = build_mechanism(config("lora_fa", privacy={"max_grad_norm": 0.01}), adapted.layout)
     rows = records(family, (2, 45, 1, 30, 7), dtype=torch.float32)
     state = mechanism.stages.open(mechanism, adapted, payload, 1)
