@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from fedlora.aggregation import AggregateResult, Aggregator
 from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
 from fedlora.simulation.messages import from_record, to_record
-from fedlora.training.port import pack_request, unpack_reply
+from fedlora.training.port import Packet, pack_request, unpack_reply
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.wire import (
     AdapterPayload,
@@ -27,21 +27,12 @@ from fedlora.wire import (
     ModuleSpec,
     ReplyGuard,
     from_arrays,
-    payload_fingerprint,
     predict_size,
     to_arrays,
 )
-from strategies.privacy import ClientUnitLedger
 from strategies.sampling import ClientSampler
 
 _LOG = logging.getLogger(__name__)
-
-
-class PerRound(Protocol):
-    """A part that must know which round runs."""
-
-    def at_round(self, server_round: int) -> None:
-        """Note the round's number."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +68,8 @@ class RoundRecord:
         rejected: client to reason (failed checks, failed training).
         missing: asked, but no answer in time.
         epsilon: client to what its own ledger says (binding).
+        wire_bytes_up: bytes of the answers' packed arrays and headers as they came.
+        wire_bytes_down: the same of what was sent.
         result: the aggregate, or None if the round failed.
     """
 
@@ -87,6 +80,8 @@ class RoundRecord:
     rejected: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     epsilon: dict[str, float] = field(default_factory=dict)
+    wire_bytes_up: int = 0
+    wire_bytes_down: int = 0
     result: AggregateResult | None = None
 
 
@@ -101,7 +96,6 @@ class FedLoraStrategy(Strategy):
         roster: node id to the logical clients that live there.
         on_reply: called with every client's answer, used or not (ledger mirror): what was released is spent.
         specs: client to its own ranks and scalings, where they differ from the layout (mixed modes).
-        per_round: parts that are told each round's number (server noise, server ledger).
     """
 
     def __init__(
@@ -114,7 +108,6 @@ class FedLoraStrategy(Strategy):
         *,
         on_reply: Callable[[ClientReply], None] | None = None,
         specs: Mapping[str, Mapping[str, ModuleSpec]] | None = None,
-        per_round: Sequence[PerRound] = (),
     ) -> None:
         """Bind the parts; nothing is sent yet."""
         self.facts, self.aggregator, self.sampler = facts, aggregator, sampler
@@ -122,7 +115,7 @@ class FedLoraStrategy(Strategy):
         self.full: AdapterPayload | None = None
         self.recipe: str | None = None
         self.rounds: list[RoundRecord] = []
-        self._on_reply, self._per_round = on_reply, tuple(per_round)
+        self._on_reply = on_reply
         self._specs = {client: dict(own) for client, own in (specs or {}).items()}
         self._home: dict[str, int] = {}
         self._sent: list[tuple[Message, tuple[str, ...]]] = []
@@ -155,8 +148,6 @@ class FedLoraStrategy(Strategy):
         """Sample clients and build one message a node (more where its clients' ranks differ)."""
         del config
         self._take_arrays(arrays)
-        for part in self._per_round:
-            part.at_round(server_round)
         self.aggregator.begin(self.payload, recipe=self.recipe)
         online = set(grid.get_node_ids())
         asked = self.sampler.draw(server_round, tuple(self._home))
@@ -168,9 +159,9 @@ class FedLoraStrategy(Strategy):
         self._sent = []
         for (node, _), clients in sorted(groups.items()):
             request = self._request(server_round, clients)
-            message = Message(
-                to_record(pack_request(request)), node, MessageType.TRAIN, ttl=self.facts.timeout_seconds
-            )
+            packet = pack_request(request)
+            self._record.wire_bytes_down += packet_bytes(packet)
+            message = Message(to_record(packet), node, MessageType.TRAIN, ttl=self.facts.timeout_seconds)
             self._sent.append((message, tuple(clients)))
         return [message for message, _ in self._sent]
 
@@ -223,9 +214,6 @@ class FedLoraStrategy(Strategy):
         record.result, record.accepted = result, result.accepted
         record.rejected.update(result.rejected)
         self.payload, self.full = result.payload, result.full
-        for part in self._per_round:
-            if isinstance(part, ClientUnitLedger) and result.event is not None:
-                part.commit(result.event, payload_fingerprint(result.payload))
         return _record_of(self.payload), _metrics(record, result, private)
 
     def _open(self, message: Message, guard: ReplyGuard, record: RoundRecord) -> RoundReply | None:
@@ -236,7 +224,9 @@ class FedLoraStrategy(Strategy):
             _LOG.warning("round %s: %s", record.server_round, reason)
             return None
         try:
-            reply = unpack_reply(from_record(message.content))
+            packet = from_record(message.content)
+            record.wire_bytes_up += packet_bytes(packet)
+            reply = unpack_reply(packet)
             guard.check_round(reply.run_id, reply.server_round, node)
         except (FedLoraError, ValueError, TypeError) as error:
             reason = f"{node}: {type(error).__name__}: {error}"
@@ -355,6 +345,12 @@ class FedLoraStrategy(Strategy):
         self._record, self._sent = None, []
 
 
+def packet_bytes(packet: Packet) -> int:
+    """Bytes of a packet's arrays and header on the wire, without the transport's own framing."""
+    header = json.dumps(dict(packet.header), separators=(",", ":"))
+    return sum(int(array.nbytes) for array in packet.arrays.values()) + len(header.encode())
+
+
 def _plain(specs: Mapping[str, ModuleSpec]) -> dict[str, list[float]]:
     return {m: [s.out_features, s.in_features, s.rank, s.scaling] for m, s in specs.items()}
 
@@ -374,6 +370,7 @@ def _metrics(record: RoundRecord, result: AggregateResult, private: bool) -> Met
             "clients-refused": len(record.refused),
             "clients-rejected": len(record.rejected),
             "clients-missing": len(record.missing),
-            "uplink-bytes": result.uplink_bytes,
+            "uplink-bytes": record.wire_bytes_up,
+            "downlink-bytes": record.wire_bytes_down,
         }
     return MetricRecord(metrics)
