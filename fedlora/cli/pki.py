@@ -24,6 +24,8 @@ from fedlora.errors import AuthenticationError, DeploymentError
 
 CA_CERT, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERT, SERVER_KEY = "server.crt", "server.key"
+LOCAL_NAMES = ("localhost", "127.0.0.1")
+"""Always in the server's certificate: the server's own processes connect over the loopback."""
 CLOCK_SKEW = datetime.timedelta(minutes=10)
 
 
@@ -94,6 +96,7 @@ def issue_server(folder: Path, hosts: Sequence[str], *, days: int = 397, replace
         raise DeploymentError("CA key: not an elliptic-curve key; run `fedlora certs init` in another folder")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
+    hosts = list(dict.fromkeys([*hosts, *LOCAL_NAMES]))
     certificate = (
         _builder(subject, ca.subject, key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)

@@ -1,0 +1,301 @@
+"""`fedlora client`: a site's connection to the server (Flower's SuperNode); it holds no data."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.common import JsonOption, emit
+from fedlora.cli.files import read_file, require_private
+from fedlora.cli.keyring import parse_public
+from fedlora.cli.processes import Child, StopSignals, child_environment, free_port, script
+from fedlora.cli.state import AuditLog, StateFile
+from fedlora.errors import AuthenticationError, DeploymentError, FedLoraError
+from fedlora.names import ENV_TRAINER_SOCKET, ENV_TRAINER_TOKEN
+
+_LOG = logging.getLogger("fedlora.client")
+FLOWER_CONNECTION_FAILED = "Exit Code: 305"
+
+app = typer.Typer(
+    help="Start one site's connection to the server.", rich_markup_mode=None, add_completion=False
+)
+
+REFUSALS: tuple[tuple[str, type[FedLoraError], str], ...] = (
+    (
+        "[code: 2004]",
+        AuthenticationError,
+        "the server does not know this key; ask its operator to allow it, or "
+        "make a new one with `fedlora keys rotate` if it was revoked",
+    ),
+    (
+        "[code: 2001]",
+        AuthenticationError,
+        "the server accepts registered keys only; ask its operator to allow it",
+    ),
+    (
+        "Invalid SuperNode authentication",
+        AuthenticationError,
+        "the server refused the signature; compare this machine's clock with the server's, then the key",
+    ),
+    (
+        "certificate has expired",
+        AuthenticationError,
+        "the server's certificate has expired; its operator must run `fedlora certs renew`",
+    ),
+    (
+        "not yet valid",
+        AuthenticationError,
+        "the server's certificate is not valid yet; check this machine's clock",
+    ),
+    (
+        "Hostname mismatch",
+        AuthenticationError,
+        "the server's certificate is for another name; use a name it lists",
+    ),
+    (
+        "IP address mismatch",
+        AuthenticationError,
+        "the server's certificate is for another address; use one it lists",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        AuthenticationError,
+        "the server's certificate is not signed by the CA given with "
+        "--ca; get the federation's ca.crt from its operator over a safe way",
+    ),
+)
+"""Text in Flower's output, the error it means, and what to do; the first that occurs decides."""
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """One SuperNode's settings; see the options of `fedlora client`."""
+
+    superlink: str
+    ca: Path
+    key: Path
+    trainer_socket: Path
+    token_file: Path
+    state: Path
+    max_wait_seconds: float
+    host: str
+    port: int
+
+    def check(self) -> str:
+        """Check files before anything is started; return the key's fingerprint.
+
+        Raises:
+            DeploymentError: if a file is missing or private files are readable by others.
+            AuthenticationError: if the key is of another kind.
+        """
+        read_file(self.ca, "CA certificate", "get ca.crt from the server's operator")
+        read_file(self.key, "deployment key", "make it with `fedlora keys new`")
+        require_private(self.key, "deployment key")
+        host, _, port = self.superlink.rpartition(":")
+        if not host or not port.isdigit():
+            raise DeploymentError(f"--superlink: got {self.superlink!r}; give host:port")
+        return _fingerprint(self.key)
+
+    def command(self, port: int) -> list[str]:
+        """Return the SuperNode's command line."""
+        return [
+            script("flower-supernode"),
+            *("--superlink", self.superlink),
+            *("--root-certificates", str(self.ca.resolve())),
+            *("--auth-supernode-private-key", str(self.key.resolve())),
+            *("--host", self.host, "--port", str(port)),
+            *("--max-wait-time", str(self.max_wait_seconds)),
+        ]
+
+
+def _fingerprint(key: Path) -> str:
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        private = serialization.load_ssh_private_key(key.read_bytes(), None)
+    except (ValueError, TypeError):
+        raise AuthenticationError(
+            f"deployment key {key}: not an OpenSSH private key; make it with `fedlora keys new`"
+        ) from None
+    public = private.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    return parse_public(public.decode(), str(key))[1]
+
+
+@app.command()
+def client(
+    superlink: Annotated[str, typer.Option("--superlink", help="The server's address, host:port.")],
+    ca: Annotated[Path, typer.Option("--ca", help="The federation's ca.crt; the only CA that is trusted.")],
+    key: Annotated[Path, typer.Option("--key", help="This site's deployment key.")],
+    trainer_socket: Annotated[
+        Path | None, typer.Option("--trainer-socket", help="The trainer's Unix socket.")
+    ] = None,
+    token: Annotated[Path | None, typer.Option("--token", help="The trainer's token file.")] = None,
+    state: Annotated[Path, typer.Option("--state", help="Folder for logs and state.")] = Path("client-state"),
+    with_trainer: Annotated[
+        Path | None,
+        typer.Option(
+            "--with-trainer", help="Also start the trainer of this site file, under this user (trials)."
+        ),
+    ] = None,
+    max_wait: Annotated[
+        float, typer.Option("--max-wait", help="Give up after so many seconds without the server.")
+    ] = 3600.0,
+    host: Annotated[
+        str, typer.Option("--host", help="Address of the SuperNode's own local interface.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Its port; 0 takes a free one.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Connect a site to the server and pass its messages to the trainer, until stopped.
+
+    It needs the trainer's socket and token, the CA certificate and its own key; nothing else. Run it as a user
+    that can read neither the data nor the ledger.
+
+    Example: fedlora client --superlink fl.example.org:8000 --ca ca.crt --key keys/hospital-a
+    --trainer-socket run/trainer.sock --token run/trainer.token
+
+    Example: fedlora client --superlink localhost:8000 --ca ca.crt --key keys/a --with-trainer site.yaml
+    """
+    socket, token_file = _trainer_place(trainer_socket, token, with_trainer)
+    settings = ClientSettings(superlink, ca, key, socket, token_file, state, max_wait, host, port)
+    fingerprint = settings.check()
+    stop = StopSignals()
+    trainer = _start_trainer(with_trainer, state) if with_trainer is not None else None
+    try:
+        status = run_client(settings, fingerprint, stop, trainer)
+    finally:
+        if trainer is not None:
+            trainer.stop()
+    emit({"status": status, "fingerprint": fingerprint}, as_json=as_json, text=f"client {status}")
+
+
+def _trainer_place(socket: Path | None, token: Path | None, with_trainer: Path | None) -> tuple[Path, Path]:
+    if with_trainer is not None:
+        from fedlora.config.trainer import load_trainer, site_path
+
+        site = load_trainer(with_trainer).config
+        return site_path(with_trainer, site.socket.path), site_path(with_trainer, site.socket.token_file)
+    if socket is None or token is None:
+        raise DeploymentError(
+            "give --trainer-socket and --token, or --with-trainer for a trial under one user"
+        )
+    return socket, token
+
+
+def _start_trainer(site_file: Path, state: Path) -> Child:
+    _LOG.warning(
+        "--with-trainer: code that the server ships runs under the user that can read the data; for trials only"
+    )
+    environment = child_environment({}, state.resolve() / "flower")
+    command = [sys.executable, "-m", "fedlora.cli.main", "trainer", str(site_file.resolve())]
+    child = Child(
+        "trainer",
+        command,
+        environment=environment,
+        folder=state.resolve() / "empty",
+        log=state / "trainer.log",
+    )
+    child.start()
+    return child
+
+
+def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, trainer: Child | None) -> str:
+    """Run the SuperNode until stopped; restart it after a crash, with a growing pause.
+
+    Returns:
+        "stopped".
+
+    Raises:
+        AuthenticationError: if the server refuses the key or its certificate does not fit.
+        DeploymentError: if the server stays away longer than allowed, or the trainer ends.
+    """
+    state = StateFile(settings.state, "client")
+    audit = AuditLog(settings.state / "audit.jsonl")
+    pause, reached = 1.0, time.monotonic()
+    while True:
+        seen: list[str] = []
+        child = _start_node(settings, seen)
+        facts = {"superlink": settings.superlink, "key": fingerprint, "node_pid": child.pid}
+        state.update(status="running", trainer_socket=str(settings.trainer_socket), **facts)
+        audit.write("client started", **facts)
+        began = time.monotonic()
+        try:
+            if _watch(child, stop, trainer):
+                state.update(status="stopped")
+                audit.write("client stopped")
+                return "stopped"
+        finally:
+            child.stop()
+        reason = _reason(seen)
+        state.update(status="down", reason=reason[1])
+        audit.write("client down", reason=reason[1])
+        if reason[0] is not None:
+            raise reason[0](f"server {settings.superlink} refused {fingerprint}: {reason[1]}")
+        if time.monotonic() - began > 60:
+            pause, reached = 1.0, time.monotonic()
+        if time.monotonic() - reached > settings.max_wait_seconds:
+            raise DeploymentError(
+                f"server {settings.superlink}: not reachable for {settings.max_wait_seconds:.0f} s ({reason[1]})"
+            )
+        _LOG.warning("SuperNode ended (%s); again in %.0f s", reason[1], pause)
+        if stop.wait(pause):
+            state.update(status="stopped")
+            return "stopped"
+        pause = min(60.0, pause * 2)
+
+
+def _start_node(settings: ClientSettings, seen: list[str]) -> Child:
+    home = settings.state.resolve() / "flower"
+    places = {
+        ENV_TRAINER_SOCKET: str(settings.trainer_socket.resolve()),
+        ENV_TRAINER_TOKEN: str(settings.token_file.resolve()),
+    }
+
+    def remember(line: str) -> None:
+        seen.append(line)
+        del seen[:-200]
+
+    port = settings.port if settings.port != 0 else free_port(settings.host)
+    child = Child(
+        "supernode",
+        settings.command(port),
+        environment=child_environment(places, home),
+        folder=settings.state.resolve() / "empty",
+        log=settings.state / "supernode.log",
+        on_line=remember,
+    )
+    child.start()
+    return child
+
+
+def _watch(child: Child, stop: StopSignals, trainer: Child | None) -> bool:
+    """Wait; return True for an asked stop, False if the SuperNode ended by itself.
+
+    Raises:
+        DeploymentError: if the trainer that was started along has ended.
+    """
+    while child.poll() is None:
+        if stop.wait(0.5):
+            return True
+        if trainer is not None and trainer.poll() is not None:
+            raise DeploymentError(f"trainer: ended with status {trainer.poll()}; see trainer.log")
+    child.wait(5.0)
+    return False
+
+
+def _reason(lines: list[str]) -> tuple[type[FedLoraError] | None, str]:
+    """Return (error class for refusals that waiting does not cure, one-line reason)."""
+    text = "\n".join(lines)
+    for pattern, error, remedy in REFUSALS:
+        if pattern in text:
+            return error, remedy
+    last = [line for line in lines if "Error" in line or "ERROR" in line or "error" in line]
+    return None, (last[-1].strip()[:200] if last else "no reason given; see supernode.log")

@@ -1,0 +1,250 @@
+"""Start, watch and stop child processes: logs to a file, lines to a callback, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import fedlora
+from fedlora.errors import DeploymentError
+
+STOP_SECONDS = 15.0
+MAX_LOG_BYTES = 50_000_000
+
+
+def child_environment(extra: Mapping[str, str], home: Path) -> dict[str, str]:
+    """Return the environment of Flower's processes: quiet, nothing installed at run time, own state folder.
+
+    Args:
+        extra: further variables.
+        home: Flower's state folder (`FLWR_HOME`).
+    """
+    environment = dict(os.environ)
+    for name in ("FLWR_OIDC_ENABLED", "FORWARDED_ALLOW_IPS"):
+        environment.pop(name, None)
+    scripts = sysconfig.get_path("scripts")
+    loopback = "127.0.0.1,localhost,::1"
+    proxy = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
+    environment.update(
+        {
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+            "PATH": os.pathsep.join([scripts, environment.get("PATH", os.defpath)]),
+            "NO_PROXY": ",".join(part for part in (proxy, loopback) if part),
+        }
+    )
+    package = Path(fedlora.__file__).resolve().parent
+    if (
+        package.parent / "pyproject.toml"
+    ).exists():  # a checkout: children run from elsewhere and must find it
+        known = environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(part for part in (str(package.parent), known) if part)
+    environment.update(extra)
+    return environment
+
+
+def script(name: str) -> str:
+    """Return the path of an installed command (for example `flower-supernode`).
+
+    Raises:
+        DeploymentError: if it is not installed beside this Python.
+    """
+    path = Path(sysconfig.get_path("scripts")) / name
+    if not path.exists():
+        raise DeploymentError(
+            f"{name}: not installed beside {sys.executable}; run pip install 'flwr[simulation]'"
+        )
+    return str(path)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Return whether a TCP port can be bound."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids below a process (Linux; empty elsewhere)."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    found, queue = [], [pid]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            found.append(child)
+            queue.append(child)
+    return found
+
+
+class Child:
+    """One child process in a session of its own.
+
+    Args:
+        name: for messages and the log file's name.
+        command: argument list.
+        environment: complete environment.
+        folder: working directory, empty on purpose where Flower runs.
+        log: file that its output is appended to.
+        on_line: called with each line of output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        """Keep the parts; `start` runs it."""
+        self.name, self._command, self._environment = name, list(command), dict(environment)
+        self._folder, self._log, self._on_line = folder, log, on_line
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            DeploymentError: if it cannot be started.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        if self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES:
+            self._log.replace(self._log.with_suffix(self._log.suffix + ".1"))
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DeploymentError(f"{self.name}: cannot be started ({error.strerror})") from None
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process id while it is known."""
+        return None if self._process is None else self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait up to so long; return the exit status, or None if it still runs."""
+        if self._process is None:
+            return None
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        if self._reader is not None:
+            self._reader.join(timeout=2.0)
+        return status
+
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """End the process and everything that it started: first politely, then for good."""
+        if self._process is None:
+            return
+        family = descendants(self._process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        if self.wait(seconds) is None:
+            family += descendants(self._process.pid)
+            self._process.kill()
+            self.wait(5.0)
+        end_all(family)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        stream = process.stdout
+        if stream is None:
+            return
+        with stream, self._log.open("a", encoding="utf-8") as log:
+            for line in stream:
+                log.write(line)
+                log.flush()
+                if self._on_line is not None:
+                    self._on_line(line.rstrip("\n"))
+
+
+def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
+    """End processes by id: SIGTERM, then SIGKILL for what is left."""
+    left = {pid: _started(pid) for pid in pids}
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid, started in left.items():
+            if started is not None and _started(pid) == started:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, sign)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            left = {pid: started for pid, started in left.items() if started and _started(pid) == started}
+            if not left:
+                return
+            time.sleep(0.05)
+
+
+def _started(pid: int) -> str | None:
+    """Return a process's start time (so that a reused id is not mistaken for it), None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+class StopSignals:
+    """Turns SIGTERM and SIGINT into an event, for a graceful stop."""
+
+    def __init__(self) -> None:
+        """Install the handlers (only possible in the main thread)."""
+        self.event = threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            for name in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(name, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        del number, frame
+        self.event.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait; return whether a stop was asked for."""
+        return self.event.wait(seconds)

@@ -1,0 +1,94 @@
+"""`fedlora server`: the server of a real federation and its run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, OverridesArgument, emit
+from fedlora.errors import DeploymentError
+
+_LOG = logging.getLogger("fedlora.server")
+
+app = typer.Typer(help="Start the server of a real federation.", rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def server(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    overlay: OverlayOption = None,
+    certs: Annotated[
+        Path, typer.Option("--certs", help="Folder with ca.crt, server.crt and server.key.")
+    ] = Path("certs"),
+    allow: Annotated[Path, typer.Option("--allow", help="The allow-list of sites.")] = Path("allow.json"),
+    state: Annotated[Path, typer.Option("--state", help="Folder for what outlives the process.")] = Path(
+        "server-state"
+    ),
+    host: Annotated[str, typer.Option("--host", help="0.0.0.0 for all interfaces, or 127.0.0.1.")] = "",
+    port: Annotated[
+        int, typer.Option("--port", help="TCP port; from deployment.superlink unless given.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the unfinished run of --state.")
+    ] = False,
+    new: Annotated[bool, typer.Option("--new", help="Start a new run although one is unfinished.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Keep serving after the run is over.")] = False,
+    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a crash.")] = 5,
+    metrics: Annotated[
+        str, typer.Option("--metrics", help="host:port for Prometheus metrics and health.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Start the server, wait for the sites, run the configuration, and stop when it is done.
+
+    Only keys on the allow-list may connect; changes to the list take effect while it runs. Runs can be
+    started from this machine only. After a crash of any part the run goes on from its last checkpoint.
+
+    Example: fedlora server run.yaml --certs certs --allow allow.json --host 0.0.0.0
+
+    Example: fedlora server run.yaml --resume
+    """
+    from fedlora.cli.metrics import MetricsServer
+    from fedlora.cli.processes import StopSignals
+    from fedlora.cli.serving import ServerPlan, ServerRole
+    from fedlora.config import load
+    from fedlora.simulation.appdir import find_app_dir
+
+    loaded = load(config, overrides or (), overlay or (), deployment=True)
+    for note in (*loaded.notes, *loaded.overridden()):
+        _LOG.info("%s", note)
+    given_host, given_port = _address(loaded.config.deployment.superlink)
+    plan = ServerPlan(
+        config=loaded.config,
+        certs=certs,
+        allow=allow,
+        state=state,
+        host=host or given_host,
+        port=port or given_port,
+        run_dir=Path(loaded.config.run.dir).absolute(),
+        max_restarts=max_restarts,
+        stay=stay,
+    )
+    stop = StopSignals()
+    role = ServerRole(plan, app_dir=find_app_dir(), resume=resume, new=new)
+    endpoint = MetricsServer(metrics, role.registry, role.ready) if metrics else None
+    try:
+        status = role.serve(stop)
+    finally:
+        if endpoint is not None:
+            endpoint.close()
+    result = {"status": status, "run_id": role.run_id, "folder": str(role.run_folder)}
+    emit(result, as_json=as_json, text=f"run {role.run_id}: {status}; folder {role.run_folder}")
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Split host:port of `deployment.superlink`; a name or outer address means: listen on all interfaces."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise DeploymentError(f"deployment.superlink: got {text!r}; give host:port")
+    local = host in {"127.0.0.1", "localhost", "::1", "[::1]"}
+    return ("127.0.0.1" if local else "0.0.0.0"), int(port)  # noqa: S104 - the server is meant to be reached

@@ -1,0 +1,416 @@
+"""The server's role: SuperLink behind the gate, allow-list, run, restarts, resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedlora import errors
+from fedlora.cli.bundle import build_bundle
+from fedlora.cli.control import Control, RunState, public_key_pem
+from fedlora.cli.files import PUBLIC, write_file
+from fedlora.cli.keyring import AllowList
+from fedlora.cli.metrics import Registry
+from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate
+from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
+from fedlora.cli.state import AuditLog, StateFile
+from fedlora.cli.superlink import ENV_CONTROL_TOKEN
+from fedlora.config import FedLoraConfig, config_container, config_from_container, save_resolved
+from fedlora.errors import CheckpointError, DeploymentError, FedLoraError
+
+_LOG = logging.getLogger("fedlora.server")
+START_SECONDS = 60.0
+ANY_HOSTS = ("0.0.0.0", "::", "127.0.0.1", "::1")  # noqa: S104 - the server is meant to be reached
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What `fedlora server` was asked to do.
+
+    Attributes:
+        config: the run's configuration.
+        certs: folder with ca.crt, server.crt, server.key.
+        allow: the allow-list.
+        state: folder of everything that outlives the process.
+        host: address to listen on: all (0.0.0.0, ::) or the loopback.
+        port: TCP port.
+        run_dir: folder of run folders, absolute.
+        max_restarts: how often a crashed SuperLink or ServerApp is started again.
+        stay: keep serving after the run.
+    """
+
+    config: FedLoraConfig
+    certs: Path
+    allow: Path
+    state: Path
+    host: str
+    port: int
+    run_dir: Path
+    max_restarts: int = 5
+    stay: bool = False
+
+    def check(self) -> None:
+        """Check everything that can be checked before anything is started.
+
+        Raises:
+            FedLoraError: for an unusable certificate, allow-list, address or port.
+        """
+        if self.host not in ANY_HOSTS:
+            raise DeploymentError(
+                f"--host {self.host}: use 0.0.0.0 (all interfaces) or 127.0.0.1; the server's own processes need "
+                "the loopback. Limit interfaces with the firewall or the container's network"
+            )
+        facts = check_server_certificate(self.certs)
+        if "127.0.0.1" not in facts.names:
+            raise DeploymentError("server certificate: must list 127.0.0.1 too; run `fedlora certs renew`")
+        if facts.days_left() < 30:
+            _LOG.warning(
+                "the server's certificate ends in %.0f days; run `fedlora certs renew`", facts.days_left()
+            )
+        if not AllowList.load(self.allow).allowed():
+            raise DeploymentError(f"allow-list {self.allow}: no site is allowed; use `fedlora keys allow`")
+        if not port_is_free(self.host, self.port):
+            raise DeploymentError(f"port {self.port}: in use already; is another server running?")
+
+
+@dataclass
+class RunFile:
+    """The run in progress, kept on disk so that a new process can go on with it."""
+
+    path: Path
+    run_id: str = ""
+    finished: bool = True
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, state: Path) -> RunFile:
+        """Read the file; a missing one means that nothing is in progress."""
+        path = state / "run.json"
+        try:
+            record = json.loads(path.read_text())
+            return cls(path, str(record["run_id"]), bool(record["finished"]), dict(record.get("fields", {})))
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError, KeyError):
+            raise CheckpointError(f"{path}: cannot be read; give --new to start another run") from None
+
+    def write(self) -> None:
+        """Write the file durably."""
+        record = {"run_id": self.run_id, "finished": self.finished, "fields": self.fields}
+        write_file(self.path, (json.dumps(record) + "\n").encode(), mode=PUBLIC, replace=True)
+
+
+class ServerRole:
+    """Runs one server until its run is over or it is stopped."""
+
+    def __init__(self, plan: ServerPlan, *, app_dir: Path, resume: bool, new: bool) -> None:
+        """Check the plan and prepare the state folder.
+
+        Raises:
+            FedLoraError: for anything unusable; nothing was started then.
+        """
+        plan.check()
+        self._plan, self._app_dir = plan, app_dir
+        plan.state.mkdir(parents=True, exist_ok=True)
+        self._run = RunFile.read(plan.state)
+        self._resume = self._choose_run(resume=resume, new=new)
+        self._state = StateFile(plan.state, "server")
+        self._audit = AuditLog(plan.state / "audit.jsonl")
+        self.registry = Registry()
+        self._token = _control_token(plan.state)
+        self._child: Child | None = None
+        self._control: Control | None = None
+        self._flower_run: int | None = None
+        self._restarts = 0
+        self._allow_seen: tuple[float, int] | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's unique name."""
+        return self._run.run_id
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the run's folder."""
+        return self._plan.run_dir / self._run.run_id
+
+    def ready(self) -> bool:
+        """Return whether the SuperLink runs (readiness)."""
+        return self._child is not None and self._child.poll() is None and self._control is not None
+
+    def serve(self, stop: StopSignals) -> str:
+        """Start everything and watch it.
+
+        Returns:
+            "finished", "budget-exhausted" or "stopped".
+
+        Raises:
+            FedLoraError: what ended the run, or DeploymentError after too many restarts.
+        """
+        try:
+            self._start_superlink()
+            self._start_run()
+            status = self._watch(stop)
+            while self._plan.stay and status != "stopped" and not stop.wait(1.0):
+                self._sync_keys()
+            self._state.update(status=status)
+            return status
+        except FedLoraError as error:
+            self._state.update(status="failed", reason=str(error)[:500])
+            raise
+        finally:
+            self._shut_down()
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    def _choose_run(self, *, resume: bool, new: bool) -> bool:
+        """Decide which run this is; return whether it goes on from a checkpoint."""
+        unfinished = bool(self._run.run_id) and not self._run.finished
+        if unfinished and not resume and not new:
+            raise CheckpointError(
+                f"run {self._run.run_id} is unfinished in {self._plan.state}; give --resume to go on, or --new"
+            )
+        if resume and not self._run.run_id:
+            raise CheckpointError(f"--resume: {self._plan.state} holds no run")
+        if resume and unfinished:
+            return True
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        self._run.run_id = f"{self._plan.config.run.name}-{stamp}-{secrets.token_hex(3)}"
+        self._run.finished = False
+        self._run.write()
+        return False
+
+    def _start_superlink(self) -> None:
+        plan = self._plan
+        certs = plan.certs.resolve()
+        state = plan.state.resolve()
+        command = [
+            *(sys.executable, "-m", "fedlora.cli.superlink"),
+            *("--ssl-ca-certfile", str(certs / CA_CERT)),
+            *("--ssl-certfile", str(certs / SERVER_CERT), "--ssl-keyfile", str(certs / SERVER_KEY)),
+            *("--enable-supernode-auth", "--host", plan.host, "--port", str(plan.port)),
+            *("--database", str(state / "superlink.db"), "--disable-runtime-dependency-installation"),
+        ]
+        environment = child_environment({ENV_CONTROL_TOKEN: str(state / "control.token")}, state / "flower")
+        self._child = Child(
+            "superlink", command, environment=environment, folder=state / "empty", log=state / "superlink.log"
+        )
+        self._child.start()
+        child = self._child
+        loopback = "[::1]" if plan.host in {"::", "::1"} else "127.0.0.1"
+        self._control = Control(f"{loopback}:{plan.port}", certs / CA_CERT, self._token)
+        self._control.wait_until_ready(START_SECONDS, lambda: child.poll() is None)
+        self._allow_seen = None
+        self._sync_keys()
+        self._state.update(status="serving", run_id=self.run_id, port=plan.port, superlink_pid=child.pid)
+        self._audit.write("superlink started", port=plan.port, restarts=self._restarts)
+
+    def _start_run(self) -> None:
+        plan = self._plan
+        config_file = save_resolved(absolute_sources(plan.config), plan.state.resolve() / "config.yaml")
+        settings: dict[str, str | int | float | bool] = {
+            "config": str(config_file),
+            "run-id": self.run_id,
+            "run-dir": str(plan.run_dir),
+            "resume": self._resume,
+        }
+        self._flower_run = self._asked().start_run(build_bundle(self._app_dir), settings)
+        self._state.update(status="running", run_id=self.run_id, folder=str(self.run_folder))
+        self._audit.write("run started", run=self.run_id, flower_run=self._flower_run, resume=self._resume)
+        _LOG.info("run %s %s", self.run_id, "goes on" if self._resume else "started")
+
+    def _asked(self) -> Control:
+        if self._control is None:
+            raise DeploymentError("SuperLink: not started")
+        return self._control
+
+    # -- keys --------------------------------------------------------------------------------------
+
+    def _sync_keys(self) -> None:
+        """Make the registered nodes equal the allow-list whenever its file has changed."""
+        try:
+            found = self._plan.allow.stat()
+            seen = (found.st_mtime, found.st_ino)
+            if seen == self._allow_seen:
+                return
+            wanted = {
+                public_key_pem(entry.public_key): entry
+                for entry in AllowList.load(self._plan.allow).allowed()
+            }
+        except (OSError, FedLoraError) as error:
+            if self._allow_seen is None:
+                raise
+            _LOG.error("allow-list: %s; the last good one stays in force", error)
+            return
+        control = self._asked()
+        known = {node.public_key: node for node in control.nodes()}
+        for key in [key for key in known if key not in wanted]:
+            control.unregister(known[key].node_id)
+            self._audit.write("site removed", site=known[key].name, node=known[key].node_id)
+            _LOG.warning("site %s is no longer allowed; its node was removed", known[key].name)
+        for key, entry in wanted.items():
+            if key not in known:
+                node = control.register(key, entry.name)
+                self._audit.write("site registered", site=entry.name, node=node, key=entry.fingerprint)
+                _LOG.info("site %s may connect (%s)", entry.name, entry.fingerprint)
+        self._allow_seen = seen
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def _watch(self, stop: StopSignals) -> str:
+        while not stop.wait(1.0):
+            if self._child is None or self._child.poll() is not None:
+                self._again("SuperLink ended")
+                self._start_superlink()
+                self._start_run()
+                continue
+            try:
+                self._sync_keys()
+                state = self._asked().run_state(self._flower_run or 0)
+            except DeploymentError as error:
+                _LOG.warning("%s", error)
+                continue
+            self._note_progress()
+            if state.status == "finished":
+                status = self._finished(state)
+                if status is not None:
+                    return status
+                self._start_run()
+        self._stop_run()
+        return "stopped"
+
+    def _finished(self, state: RunState) -> str | None:
+        """Return how the run ended, or None if it must be started again.
+
+        Raises:
+            FedLoraError: the error that ended it.
+        """
+        summary = _read_json(self.run_folder / "summary.json")
+        status = str(summary.get("status", ""))
+        if state.sub_status == "completed":
+            self._run.finished = True
+            self._run.write()
+            self._audit.write("run finished", run=self.run_id, status=status or "finished")
+            return status or "finished"
+        name = str(summary.get("error", "")) if status == "failed" else ""
+        known = getattr(errors, name, None) if name else None
+        if isinstance(known, type) and issubclass(known, FedLoraError):
+            self._audit.write("run failed", run=self.run_id, error=name)
+            raise _ended(
+                known, f"run {self.run_id} failed: {summary.get('message') or name}; see superlink.log"
+            )
+        self._again(f"ServerApp ended ({state.sub_status} {state.details})")
+        return None
+
+    def _again(self, why: str) -> None:
+        """Count a restart; the run goes on from its checkpoint.
+
+        Raises:
+            DeploymentError: after too many.
+        """
+        self._restarts += 1
+        self.registry.add("fedlora_restarts_total")
+        self._audit.write("restart", why=why, count=self._restarts)
+        if self._restarts > self._plan.max_restarts:
+            raise DeploymentError(
+                f"{why}; gave up after {self._plan.max_restarts} restarts; see superlink.log"
+            )
+        _LOG.warning("%s; restart %s of %s", why, self._restarts, self._plan.max_restarts)
+        self._resume = True
+        if self._control is not None and (self._child is None or self._child.poll() is not None):
+            self._control.close()
+            self._control = None
+        if self._child is not None and self._child.poll() is not None:
+            self._child.stop()
+
+    def _note_progress(self) -> None:
+        line = _last_line(self.run_folder / "metrics.jsonl")
+        number = line.get("round")
+        if isinstance(number, int):
+            self.registry.set("fedlora_round", number)
+            self._state.update(
+                status="running", round=number, accepted=line.get("accepted"), epsilon=line.get("epsilon")
+            )
+        for name in ("accepted", "asked", "epsilon"):
+            value = line.get(name)
+            if isinstance(value, int | float):
+                self.registry.set(f"fedlora_round_{name}", float(value))
+
+    # -- stopping ----------------------------------------------------------------------------------
+
+    def _stop_run(self) -> None:
+        if self._flower_run is not None and self.ready():
+            try:
+                self._asked().stop_run(self._flower_run)
+            except FedLoraError as error:
+                _LOG.info("%s", error)
+        self._audit.write("server stopped", run=self.run_id)
+
+    def _shut_down(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._child is not None:
+            self._child.stop()
+        self._audit.close()
+
+
+def absolute_sources(config: FedLoraConfig) -> FedLoraConfig:
+    """Return a copy whose file paths are absolute: the ServerApp runs in another folder."""
+    container = config_container(config)
+    _absolute(container["data"]["source"])
+    evaluation = container["data"].get("public_eval")
+    if evaluation is not None and evaluation.get("source") is not None:
+        _absolute(evaluation["source"])
+    model = container["model"]
+    if Path(model["name_or_path"]).is_dir():
+        model["name_or_path"] = str(Path(model["name_or_path"]).resolve())
+    return config_from_container(container, deployment=True)
+
+
+def _absolute(source: dict[str, Any]) -> None:
+    if source.get("kind") == "file":
+        source["paths"] = [str(Path(path).absolute()) for path in source["paths"]]
+
+
+def _control_token(state: Path) -> str:
+    path = state / "control.token"
+    if not path.exists():
+        write_file(path, secrets.token_hex(32).encode())
+    return path.read_text().strip()
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_line(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 65536))
+            lines = stream.read().splitlines()
+        found = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ended(kind: type[FedLoraError], message: str) -> FedLoraError:
+    """Build an error of another process's class, so that the exit code is that of its cause."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    if isinstance(error, errors.ConfigError):
+        error.problems = ()
+    return error
