@@ -69,7 +69,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer = word_tokenizer(["Q", "A", "<think>", "a", "b"], ["<end>"], eos_token="<end>")
     tokenizer.chat_template = REWRITES
     once = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids, labels = encode_conversation(tokenizer, once)
+    _, labels = encode_conversation(tokenizer, once)
     assert sum(label != IGNORED for label in labels) == 2
     with pytest.raises(DataError, match="rewrites earlier turns"):
         encode_conversation(tokenizer, once * 2)

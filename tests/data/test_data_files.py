@@ -66,7 +66,7 @@ def test_large_files_are_read_by_offset_and_survive_pickling(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "where"),
     [
-        ("a.jsonl", '{"text": "ok"}\n{"text": "%s\n' % SECRET, "row 2: not valid JSON"),
+        ("a.jsonl", f'{{"text": "ok"}}\n{{"text": "{SECRET}\n', "row 2: not valid JSON"),
         ("a.jsonl", f'{{"text": "ok"}}\n["{SECRET}"]\n', "row 2: not a JSON object"),
         ("a.json", f'[{{"text": "ok"}}, "{SECRET}"]', "row 2: not a JSON object"),
         ("a.json", f'[{{"text": "ok"}},\n "{SECRET}', "line 2: not valid JSON"),

@@ -1,0 +1,175 @@
+"""The model card of an export: what was trained, on what, and what its privacy means."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS, LoadedBase
+from fedlora.adapters.offline import PACKAGED_MODELS
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
+
+if TYPE_CHECKING:
+    from fedlora.adapters.export import RunFacts
+
+_PIPELINES: Final = {
+    "sequence-classification": "text-classification",
+    "token-classification": "token-classification",
+    "causal-lm": "text-generation",
+    "instruction": "text-generation",
+    "seq2seq": "text2text-generation",
+    "image-classification": "image-classification",
+}
+_NO_PRIVACY: Final = (
+    "**This model was trained WITHOUT differential privacy.** It may reveal records it was trained on."
+)
+
+
+def write_card(
+    folder: Path, config: FedLoraConfig, base: LoadedBase, facts: RunFacts, *, merged: bool
+) -> None:
+    """Write README.md; it names no path, address or record of the training data."""
+    sections = [
+        _front_matter(config, base, merged),
+        f"# {config.run.name}\n\n{_intro(config, merged)}",
+        f"## Privacy\n\n{privacy_text(config, facts)}",
+        f"## Data\n\n{_data(config)}",
+        f"## Training\n\n{_table(_training(config, facts))}",
+    ]
+    if facts.metrics:
+        metrics = {name: f"{value:.4g}" for name, value in facts.metrics.items()}
+        sections.append(f"## Evaluation on public records\n\n{_table(metrics)}")
+    sections += [f"## Use\n\n{_usage(config, merged)}", f"## Licences\n\n{_licences(config, base)}"]
+    (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def privacy_text(config: FedLoraConfig, facts: RunFacts) -> str:
+    """Return the privacy statement: epsilon with everything that gives it a meaning."""
+    privacy = config.privacy
+    if isinstance(privacy, NoPrivacy):
+        return _NO_PRIVACY
+    if privacy.noise_source != "os":
+        return _NO_PRIVACY + " Its noise came from a seeded generator made for tests."
+    epsilon = facts.epsilon
+    known = epsilon is not None and math.isfinite(epsilon)
+    rows: dict[str, Any] = {
+        "epsilon (largest over clients)": f"{epsilon:.4g}" if known else "unknown: read the clients' ledgers",
+        "delta": f"{privacy.target_delta:g}",
+        "unit": _unit(privacy),
+        "adjacency": privacy.adjacency,
+        "adversary": _adversary(privacy),
+        "accountant": privacy.accountant,
+        "mechanism": config.mechanism.kind,
+        "noise multiplier": privacy.noise_multiplier,
+        "sampling assumption": f"Poisson sampling, rate {config.training.sample_rate:.4g} (public)",
+        "steps per client, at most": config.federation.rounds * config.training.local_steps,
+    }
+    rows |= {f"run: {name}": value for name, value in facts.statement.items() if value is not None}
+    text = _table(rows)
+    if not known:
+        text = "**The epsilon of this run is not stated here; do not treat the model as private.**\n\n" + text
+    notes = [f"- {warning}" for warning in facts.warnings]
+    return text + ("\n\nWarnings:\n\n" + "\n".join(notes) if notes else "")
+
+
+def _unit(privacy: RecordPrivacy | ClientPrivacy) -> str:
+    if isinstance(privacy, ClientPrivacy):
+        return "one client (all its records)"
+    if privacy.group_by is not None:
+        return f"one person, at most {privacy.max_records_per_group} records each"
+    return "one record (per record, not per person)"
+
+
+def _adversary(privacy: RecordPrivacy | ClientPrivacy) -> str:
+    if isinstance(privacy, RecordPrivacy):
+        return "anyone who sees every update, the server included"
+    if privacy.noise_at == "server":
+        return "anyone who sees the published adapters; the server is trusted to add noise"
+    return "anyone who sees the sums; noise is shared between the clients"
+
+
+def _front_matter(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
+    from fedlora.adapters.export import portable_name
+
+    private = not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "os"
+    lines = [
+        "---",
+        f"base_model: {portable_name(config.model)}",
+        f"library_name: {'transformers' if merged else 'peft'}",
+        f"pipeline_tag: {_PIPELINES[config.model.task]}",
+        *([f"license: {base.license}"] if base.license else []),
+        "tags:",
+        "- lora",
+        "- federated-learning",
+        *(["- differential-privacy"] if private else []),
+        "---",
+    ]
+    return "\n".join(lines)
+
+
+def _intro(config: FedLoraConfig, merged: bool) -> str:
+    from fedlora.adapters.export import portable_name
+
+    what = "A model with a merged LoRA adapter" if merged else "A LoRA adapter"
+    text = f"{what} for {config.model.task} on `{portable_name(config.model)}`, "
+    text += "trained with federated learning by fedlora."
+    for hub_name, packaged in PACKAGED_MODELS.items():
+        if not packaged.exact and hub_name == portable_name(config.model):
+            text += (
+                f" It may have been trained on the rounded weights of the package {packaged.distribution}; compare the "
+                "base fingerprint in fedlora.json."
+            )
+    return text
+
+
+def _data(config: FedLoraConfig) -> str:
+    rows: dict[str, Any] = {
+        "data set (name in the ledger)": config.data.name,
+        "kind of source": config.data.source.kind,
+        "clients": "simulated partition" if config.data.partition is not None else "the sites' own records",
+        "longest record": f"{config.data.max_length} tokens"
+        if config.data.max_length
+        else "the model's window",
+    }
+    if config.data.labels is not None:
+        rows["labels"] = ", ".join(config.data.labels)
+    return _table(rows) + "\n\nDescribe here where the records come from and who consented to their use."
+
+
+def _training(config: FedLoraConfig, facts: RunFacts) -> dict[str, Any]:
+    return {
+        "mechanism": config.mechanism.kind,
+        "aggregation": config.federation.aggregation.kind,
+        "rounds": facts.rounds if facts.rounds is not None else config.federation.rounds,
+        "rank / alpha": f"{config.adapter.rank} / {config.adapter.lora_alpha:g}",
+        "expected batch size": config.training.expected_batch_size,
+        "optimizer": f"{config.training.optimizer.kind}, learning rate {config.training.optimizer.lr:g}",
+        "base dtype": config.model.dtype,
+    }
+
+
+def _usage(config: FedLoraConfig, merged: bool) -> str:
+    from fedlora.adapters.export import portable_name
+
+    auto, count = AUTO_CLASSES[config.model.task], config.model.num_labels
+    labels = f", num_labels={count}" if config.model.task in LABELLED_TASKS and count is not None else ""
+    if merged:
+        return f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("THIS FOLDER")\n```'
+    return (
+        f"```python\nfrom peft import PeftModel\nfrom transformers import {auto}\n\n"
+        f'base = {auto}.from_pretrained("{portable_name(config.model)}"{labels})\n'
+        'model = PeftModel.from_pretrained(base, "THIS FOLDER")\n```'
+    )
+
+
+def _licences(config: FedLoraConfig, base: LoadedBase) -> str:
+    return (
+        f"- base model: {base.license or 'not stated where it was loaded from; look it up before sharing'}\n"
+        f"- data ({config.data.name}): state it here before sharing"
+    )
+
+
+def _table(rows: dict[str, Any]) -> str:
+    body = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *body])
