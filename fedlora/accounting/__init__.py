@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from fedlora.accounting.accountant import clear_caches, delta_of, epsilon_of, within_budget
-from fedlora.accounting.calibrate import calibrate_noise_multiplier, max_sample_rate, max_steps_within, solve_parameter
+from fedlora.accounting.calibrate import (
+    calibrate_noise_multiplier,
+    max_sample_rate,
+    max_steps_within,
+    solve_parameter,
+)
 from fedlora.accounting.conditional import M1Event, PaveEvent, PaveLayer, SketchEvent, VectorProjectionEvent
 from fedlora.accounting.events import (
     ComposedEvent,

@@ -192,6 +192,7 @@ def _bounds(parts: Parts, delta: float, adjacency: Adjacency, name: str) -> dict
         bounds["rdp"] = renyi
     if name == "prv":
         bounds["prv"] = prv.epsilon(parts, delta, adjacency)
+        _check_prv(bounds["prv"], parts, delta, adjacency, renyi)
         return bounds
     split = pld.gaussian_parts(parts)
     if split is None or (name == "pld" and not pld.is_exact(parts)):
@@ -205,7 +206,7 @@ def _bounds(parts: Parts, delta: float, adjacency: Adjacency, name: str) -> dict
                 _contradiction("the exact profile", bounds["analytic"], "Renyi moments", renyi)
             )
         return bounds
-    if name == "pld" or (name == "best" and (exact or _envelope_near(parts, delta, adjacency, renyi))):
+    if name == "pld" or (name == "best" and (exact or _envelope_near(parts, delta, adjacency))):
         _add_pld(bounds, parts, delta, adjacency, renyi, exact)
     return bounds
 
@@ -223,18 +224,31 @@ def _add_pld(
             raise AccountingError(_contradiction("the optimistic PLD", lower, "Renyi moments", renyi))
 
 
-def _envelope_near(parts: Parts, delta: float, adjacency: Adjacency, renyi: float) -> bool:
-    """Whether giving up the projections could still win, from the Renyi bound of the Gaussian envelopes."""
-    from fedlora.accounting.events import GaussianEvent, PoissonGaussianEvent
+def _check_prv(value: float, parts: Parts, delta: float, adjacency: Adjacency, renyi: float) -> None:
+    """Opacus states an error of EPS_ERROR on both sides; beyond it, one of the two tools is wrong."""
+    upper = pld.epsilon(parts, delta, adjacency, renyi)
+    lower = pld.epsilon_lower(parts, delta, adjacency, min(renyi, math.inf if upper is None else upper))
+    if upper is not None and value > upper * 1.001 + 2.0 * prv.EPS_ERROR:
+        raise AccountingError(
+            _contradiction("Opacus PRV less its stated error", value, "the pessimistic PLD", upper)
+        )
+    if lower is not None and value < lower * 0.999:
+        raise AccountingError(_contradiction("the optimistic PLD", lower, "Opacus PRV", value))
 
-    replaced: list[tuple[Event, int]] = []
+
+def _envelope_near(parts: Parts, delta: float, adjacency: Adjacency) -> bool:
+    """Whether giving up the projections could still win: their moments are near the Gaussians' at the best order."""
+    total = moments(parts, adjacency)
+    order = max(2, math.ceil(rdp.epsilon_from_moments(rdp.ORDERS, total, delta)[1]))
+    if order > rdp.ORDERS[-1] or order > 20_000:
+        return False
+    ours, plain = float(np.interp(order, rdp.ORDERS, total)), 0.0
     for event, count in parts:
         shape = pld.envelope(event)
         if shape is None:
             return False
-        sigma, rate = shape
-        replaced.append((GaussianEvent(sigma) if rate == 1.0 else PoissonGaussianEvent(sigma, rate), count))
-    return rdp_epsilon(merge(replaced), delta, adjacency) < 1.3 * renyi
+        plain += count * rdp.gaussian_at(order, *shape, adjacency)
+    return not plain > 2.0 * ours
 
 
 def _contradiction(first: str, low: float, second: str, high: float) -> str:

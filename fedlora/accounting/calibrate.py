@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fedlora.accounting import _checks, accountant
 from fedlora.accounting.events import Event
@@ -49,91 +50,106 @@ def calibrate_noise_multiplier(
     relation = Adjacency.parse(adjacency)
     width = _checks.real("tolerance", tolerance, above=0.0, below=1.0)
 
-    def cheap(sigma: float) -> bool:
-        parts = accountant.parts_of(make_event(sigma))
-        return accountant.rdp_epsilon(parts, probability, relation) <= target
-
     def full(sigma: float) -> float:
         event = make_event(sigma)
         return accountant.epsilon_of(
             event, probability, adjacency=relation, accountant=accountant_name
         ).epsilon
 
-    high = _private_end(
-        cheap
-        if accountant_name in ("best", "rdp") and _has_curve(make_event)
-        else (lambda sigma: full(sigma) <= target),
-        width,
-    )
-    value = full(high)
-    while not value <= target:  # another tool than the cheap one was asked for
-        high *= 1.5
-        if high > _LARGEST_NOISE:
-            raise AccountingError(_unreachable(target, probability))
-        value = full(high)
-    return _narrow(full, target, high, value, width)
+    def cheap(sigma: float) -> float:
+        return accountant.rdp_epsilon(accountant.parts_of(make_event(sigma)), probability, relation)
+
+    bracket = _bracket(cheap if _has_curve(make_event) else full, target)
+    bracket = _narrow(cheap if _has_curve(make_event) else full, target, bracket, 20.0 * width)
+    bracket = _private_start(full, target, bracket, width)
+    return _narrow(full, target, bracket, width).high
+
+
+@dataclass(frozen=True)
+class _Bracket:
+    """Noise multipliers on both sides of the root with their epsilons; `high` is the private side."""
+
+    low: float
+    low_value: float
+    high: float
+    value: float
 
 
 def _has_curve(make_event: Callable[[float], Event]) -> bool:
     return all(event.chargeable for event, _ in accountant.parts_of(make_event(1.0)))
 
 
-def _unreachable(target: float, delta: float) -> str:
-    return (
-        f"calibration: no noise multiplier up to {_LARGEST_NOISE:g} gives epsilon <= {target:g} at delta {delta:g}; "
+def _unreachable() -> AccountingError:
+    return AccountingError(
+        f"calibration: no noise multiplier up to {_LARGEST_NOISE:g} reaches the target; "
         "allow a larger epsilon or delta, or fewer steps"
     )
 
 
-def _private_end(private: Callable[[float], bool], width: float) -> float:
-    """The private end of a bracket by a cheap test, from 1 by factors of 2, then bisection to 30 * width."""
+def _bracket(function: Callable[[float], float], target: float) -> _Bracket:
+    """Bracket the root from 1 by factors of 2."""
     high = 1.0
-    while not private(high):
+    value = function(high)
+    low, low_value = high, value
+    while not value <= target:
+        low, low_value = high, value
         high *= 2.0
         if high > _LARGEST_NOISE:
-            raise AccountingError(
-                f"calibration: no noise multiplier up to {_LARGEST_NOISE:g} reaches the target; "
-                "allow a larger epsilon or delta, or fewer steps"
-            )
-    low = high / 2.0
-    while low > _SMALLEST_NOISE and private(low):
-        high, low = low, low / 2.0
-    while high / low > 1.0 + 30.0 * width:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if private(middle) else (middle, high)
-    return high
-
-
-def _narrow(full: Callable[[float], float], target: float, high: float, value: float, width: float) -> float:
-    """Narrow from the verified private end `high` down to the root by safeguarded secant steps in log-log."""
-    low, low_value, step = high, value, 0.02
-    while low_value <= target:
+            raise _unreachable()
+        value = function(high)
+    while low_value <= target and low > _SMALLEST_NOISE:
         high, value = low, low_value
-        low, step = low / (1.0 + step), min(1.0, 3.0 * step)
-        if low < _SMALLEST_NOISE:
-            return high
+        low /= 2.0
+        low_value = function(low)
+    return _Bracket(low, low_value, high, value)
+
+
+def _private_start(full: Callable[[float], float], target: float, cheap: _Bracket, width: float) -> _Bracket:
+    """Bracket the root of the full bound, starting from the cheap bound's private end."""
+    high, value = cheap.high, full(cheap.high)
+    while not value <= target:  # another tool than the cheap one was asked for
+        high *= 1.5
+        if high > _LARGEST_NOISE:
+            raise _unreachable()
+        value = full(high)
+    slope = 1.0
+    if cheap.low < cheap.high and cheap.value < cheap.low_value < math.inf and cheap.value > 0.0:
+        slope = math.log(cheap.low_value / cheap.value) / math.log(cheap.high / cheap.low)
+    step = 5.0 * width
+    while True:
+        share = min(1.0, value / target) if value > 0.0 else 0.5
+        low = max(high * 0.2, high * share ** (1.0 / min(max(slope, 0.5), 4.0))) / (1.0 + step)
         low_value = full(low)
-    for turn in range(60):
-        if high / low <= 1.0 + width:
+        if low_value > target or low < _SMALLEST_NOISE:
+            return _Bracket(low, low_value, high, value)
+        high, value, step = low, low_value, 4.0 * step
+
+
+def _narrow(full: Callable[[float], float], target: float, bracket: _Bracket, width: float) -> _Bracket:
+    """Narrow a bracket to a relative width by safeguarded secant steps in log-log."""
+    for turn in range(80):
+        if bracket.high / bracket.low <= 1.0 + width or not bracket.low_value > target:
             break
-        middle = _between(low, low_value, high, value, target, turn)
+        middle = _between(bracket, target, turn, width)
         got = full(middle)
         if got <= target:
-            high, value = middle, got
+            bracket = _Bracket(bracket.low, bracket.low_value, middle, got)
         else:
-            low, low_value = middle, got
-    return high
+            bracket = _Bracket(middle, got, bracket.high, bracket.value)
+    return bracket
 
 
-def _between(low: float, low_value: float, high: float, value: float, target: float, turn: int) -> float:
-    a, b = math.log(low), math.log(high)
-    usable = 0.0 < value < low_value < math.inf and turn % 3 != 2
-    if not usable:
+def _between(x: _Bracket, target: float, turn: int, width: float) -> float:
+    a, b = math.log(x.low), math.log(x.high)
+    if not 0.0 < x.value < x.low_value < math.inf or turn % 4 == 3:
         return math.exp(0.5 * (a + b))
-    share = (math.log(low_value) - math.log(target)) / (math.log(low_value) - math.log(value))
-    # aim a little to the private side so that both ends move
-    share = min(0.98, max(0.02, share + 0.01))
-    return math.exp(a + share * (b - a))
+    share = (math.log(x.low_value) - math.log(target)) / (math.log(x.low_value) - math.log(x.value))
+    point = a + share * (b - a)
+    # half a width to the side that is farther away, so that the next point closes the bracket
+    point += 0.4 * width if point - a > b - point else -0.4 * width
+    if turn % 2 == 0:
+        point = a + share * (b - a) + 0.4 * width
+    return math.exp(min(b - 0.02 * (b - a), max(a + 0.02 * (b - a), point)))
 
 
 def max_steps_within(
@@ -211,7 +227,9 @@ def max_sample_rate(
     return low
 
 
-def solve_parameter(private: Callable[[float], bool], safe: float, unsafe: float, tolerance: float = 1.0e-6) -> float:
+def solve_parameter(
+    private: Callable[[float], bool], safe: float, unsafe: float, tolerance: float = 1.0e-6
+) -> float:
     """Return the value nearest to `unsafe` at which `private` was seen to hold, by bisection.
 
     Args:
@@ -226,7 +244,9 @@ def solve_parameter(private: Callable[[float], bool], safe: float, unsafe: float
     if private(unsafe):
         return unsafe
     if not private(safe):
-        raise AccountingError(f"calibration: the target is not met even at {safe:g}; allow a larger epsilon or delta")
+        raise AccountingError(
+            f"calibration: the target is not met even at {safe:g}; allow a larger epsilon or delta"
+        )
     good, bad = safe, unsafe
     for _ in range(200):
         if abs(good - bad) <= tolerance * abs(good):

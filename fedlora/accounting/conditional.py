@@ -57,7 +57,7 @@ class VectorProjectionEvent(Event):
             _SECRET,
             _INDEPENDENT,
             "the query is one vector of norm 1 (a matrix of two or more rows has no finite epsilon)",
-            f"neighbouring queries have an inner product of at least {self.alignment:g}",
+            f"neighbouring queries have an inner product of at least {self.alignment:.9g}",
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -33,19 +33,46 @@ def _coefficients(a: float, b: float, size: int) -> FloatArray:
     return np.asarray(values)
 
 
-def _terms(z: float) -> int:
-    return int(z + 14.0 * math.sqrt(z + 1.0)) + 80
+def _window(a: float, b: float, z: float) -> tuple[int, int]:
+    """First and last index of the terms around the mode of t_n, n >= 1; the mode solves (a+n) z = (b+n)(n+1)."""
+    last = int(z + 14.0 * math.sqrt(z + 1.0)) + 80
+    linear = z - b - 1.0
+    mode = max(1.0, 0.5 * (linear + math.sqrt(max(0.0, linear * linear + 4.0 * (a * z - b)))))
+    curvature = 1.0 / (mode + 1.0) + 1.0 / (b + mode) - 1.0 / (a + mode)
+    if not curvature > 0.0:
+        return 1, last
+    reach = 11.0 * math.sqrt(1.0 / curvature) + 80.0
+    return max(1, int(mode - reach)), min(last, int(mode + reach) + 1)
 
 
 def _series(a: float, b: float, z: float) -> float:
-    count = _terms(z)
-    size = 1 << max(10, (count + 1).bit_length())
-    logs = _coefficients(a, b, size)[1 : count + 1] + np.arange(1, count + 1) * math.log(z)
-    peak = float(np.max(logs))
-    rest = float(np.sum(np.exp(logs - peak)))
-    ratio = (a + count) * z / ((b + count) * (count + 1.0))
-    last = math.exp(float(logs[-1]) - peak)
-    total = peak + math.log(rest + last * ratio / (1.0 - ratio))
+    """Sum the terms of a window; from `head` on they rise to the mode and fall after it, which bounds what is left out.
+
+    The ratio of neighbouring terms falls with n as soon as n^2 + 2 a n >= b (1 - a) - a: at once for a >= 1, from
+    sqrt(b) on for rank 1, whose first terms are summed one by one.
+    """
+    first, last = _window(a, b, z)
+    head = 0 if a >= 1.0 else int(math.sqrt(b)) + 2
+    first = 1 if first <= head else first
+    size = 1 << max(10, (last + 1).bit_length())
+    table = _coefficients(a, b, size)
+    log_z = math.log(z)
+    while True:
+        logs = table[first : last + 1] + np.arange(first, last + 1) * log_z
+        peak = float(np.max(logs))
+        body = float(np.sum(np.exp(logs - peak)))
+        ratio = (a + last) * z / ((b + last) * (last + 1.0))
+        above = math.exp(float(logs[-1]) - peak) * ratio / (1.0 - ratio) if ratio < 1.0 else math.inf
+        below = (first - 1) * math.exp(float(logs[0]) - peak)
+        if first > 1 and head > 0:
+            start = table[1 : head + 1] + np.arange(1, head + 1) * log_z
+            body += float(np.sum(np.exp(np.minimum(start - peak, 700.0))))
+            below = below if float(start[-1]) <= float(logs[0]) else math.inf
+        if above + below <= 1e-11 * body or (first == 1 and last > z):
+            break
+        first, last = 1, int(z + 14.0 * math.sqrt(z + 1.0)) + 80
+        table = _coefficients(a, b, 1 << max(10, (last + 1).bit_length()))
+    total = peak + math.log(body + above + below)
     return total if total > 40.0 else math.log1p(math.exp(total))
 
 

@@ -41,7 +41,11 @@ def parallel_classical(event: M1Event, delta_gauss: float, failure: float) -> fl
     scale = spectral_bound(event, failure) * event.column_distance
     if scale == 0.0:
         return 0.0
-    return math.inf if event.noise_std == 0.0 else scale / event.noise_std * math.sqrt(2.0 * math.log(1.25 / delta_gauss))
+    return (
+        math.inf
+        if event.noise_std == 0.0
+        else scale / event.noise_std * math.sqrt(2.0 * math.log(1.25 / delta_gauss))
+    )
 
 
 def parallel_exact(event: M1Event, delta_gauss: float, failure: float) -> float:
@@ -49,7 +53,11 @@ def parallel_exact(event: M1Event, delta_gauss: float, failure: float) -> float:
     scale = spectral_bound(event, failure) * event.column_distance
     if scale == 0.0:
         return 0.0
-    return math.inf if event.noise_std == 0.0 else gaussian.epsilon_of_gaussian(delta_gauss, scale / event.noise_std)
+    return (
+        math.inf
+        if event.noise_std == 0.0
+        else gaussian.epsilon_of_gaussian(delta_gauss, scale / event.noise_std)
+    )
 
 
 def residual_lemma2(event: M1Event, delta_residual: float) -> float:
@@ -72,7 +80,11 @@ def residual_lemma2(event: M1Event, delta_residual: float) -> float:
 def residual_exact(event: M1Event, delta_residual: float) -> float:
     """Return the exact epsilon of the residual vector."""
     shape = _residual_shape(event)
-    return 0.0 if shape is None else vector.exact_epsilon(shape[0], shape[1], event.alignment, delta_residual, 1e-4)
+    return (
+        0.0
+        if shape is None
+        else vector.exact_epsilon(shape[0], shape[1], event.alignment, delta_residual, 1e-4)
+    )
 
 
 def one_column(event: M1Event, delta: float, *, paper: bool = False) -> float:
@@ -83,7 +95,9 @@ def one_column(event: M1Event, delta: float, *, paper: bool = False) -> float:
       delta: in (0, 1).
       paper: use the printed Eq. 3 and Lemma 2 instead of the sharper ones.
     """
-    correlated, residual = (parallel_classical, residual_lemma2) if paper else (parallel_exact, residual_exact)
+    correlated, residual = (
+        (parallel_classical, residual_lemma2) if paper else (parallel_exact, residual_exact)
+    )
     shape = _residual_shape(event)
     floor = 0.0 if shape is None else vector.support_mass(shape[1], event.alignment)
     left = delta - floor
@@ -118,5 +132,11 @@ def epsilon_report(event: M1Event, delta: float) -> EpsilonReport:
     """Return the sharper valid bound with the printed one beside it (valid only if its Gaussian part is below 1)."""
     ours, printed = several_columns(event, delta), several_columns(event, delta, paper=True)
     notes = {"theorems_3_and_4_as_printed": printed}
-    return EpsilonReport(ours, delta, "Theorems 3 and 4 with exact parts", Adjacency.REPLACE_ONE, event.conditions,
-                         alternatives=notes)
+    return EpsilonReport(
+        ours,
+        delta,
+        "Theorems 3 and 4 with exact parts",
+        Adjacency.REPLACE_ONE,
+        event.conditions,
+        alternatives=notes,
+    )

@@ -44,10 +44,14 @@ def certified_event(noise_multiplier: float, layers: int, sample_rate: float, st
       steps: T.
     """
     sigma = _checks.real("noise_multiplier", noise_multiplier, above=0.0)
-    return PoissonGaussianEvent(sigma / math.sqrt(_checks.integer("layers", layers)), sample_rate).times(steps)
+    return PoissonGaussianEvent(sigma / math.sqrt(_checks.integer("layers", layers)), sample_rate).times(
+        steps
+    )
 
 
-def claimed_epsilon(noise_multiplier: float, layers: int, sample_rate: float, steps: int, delta: float) -> float:
+def claimed_epsilon(
+    noise_multiplier: float, layers: int, sample_rate: float, steps: int, delta: float
+) -> float:
     """Return Theorem 3.9's printed epsilon (Eqs. 28, 29): NOT a bound for sample_rate < 1; for comparison only."""
     event = PoissonGaussianEvent(noise_multiplier, sample_rate)
     moments = layers * steps * rdp.curve(event, Adjacency.REPLACE_ONE)

@@ -177,14 +177,31 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
         if plan is None:
             return None
         (full, sampled), interval, rounding = plan
-        with _quiet():
-            value = float(_composed(full, sampled, interval, adjacency, True).get_epsilon_for_delta(delta))
+        value = _read_epsilon(full, sampled, interval, adjacency, True, delta)
         guess = min(rough, best)
         if not math.isnan(value):
             best = min(best, max(0.0, value) + rounding)
         if not best < guess / 2.0 or choose_interval_changed(plan, _plan(parts, adjacency, best)) is False:
             break
     return None if math.isinf(best) else best
+
+
+def _read_epsilon(
+    full: float,
+    sampled: tuple[tuple[float, float, int], ...],
+    interval: float,
+    adjacency: Adjacency,
+    pessimistic: bool,
+    delta: float,
+) -> float:
+    """The composed distribution's epsilon, NaN where dp_accounting's arithmetic overflows or runs out of memory."""
+    try:
+        with _quiet():
+            return float(
+                _composed(full, sampled, interval, adjacency, pessimistic).get_epsilon_for_delta(delta)
+            )
+    except (OverflowError, MemoryError):
+        return math.nan
 
 
 def choose_interval_changed(before: tuple[Any, float, float], after: tuple[Any, float, float] | None) -> bool:
@@ -195,18 +212,17 @@ def choose_interval_changed(before: tuple[Any, float, float], after: tuple[Any, 
 def epsilon_lower(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> float | None:
     """Return the optimistic counterpart of `epsilon`: a lower bound, for checking other tools."""
     plan = _plan(parts, adjacency, rough)
-    if plan is None or delta < SMALLEST_DELTA :
+    if plan is None or delta < SMALLEST_DELTA:
         return None
     (full, sampled), interval, rounding = plan
-    with _quiet():
-        value = float(_composed(full, sampled, interval, adjacency, False).get_epsilon_for_delta(delta))
+    value = _read_epsilon(full, sampled, interval, adjacency, False, delta)
     return None if not math.isfinite(value) else max(0.0, value - rounding)
 
 
 def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -> float | None:
     """Return an upper bound on delta at epsilon, or None where this tool does not apply."""
     plan = _plan(parts, adjacency, rough)
-    if plan is None :
+    if plan is None:
         return None
     (full, sampled), interval, rounding = plan
     with _quiet():
@@ -215,7 +231,7 @@ def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -
     return min(1.0, max(0.0, value) + SMALLEST_DELTA)
 
 
-class _quiet:  # noqa: N801  (a context manager used like a statement)
+class _quiet:
     """dp_accounting warns through absl when masses are truncated; the truncated mass is counted, so that is no news."""
 
     def __enter__(self) -> None:

@@ -16,7 +16,12 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         steps = (1.0,) if last - first > 3 else (1.0, 2.0, 5.0)
-        return [s * 10.0**p for p in range(first, last + 1) for s in steps if low <= s * 10.0**p <= high * (1 + 1e-9)]
+        return [
+            s * 10.0**p
+            for p in range(first, last + 1)
+            for s in steps
+            if low <= s * 10.0**p <= high * (1 + 1e-9)
+        ]
     raw = (high - low) / 6.0 or 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= raw)
@@ -30,8 +35,15 @@ def _scale(low: float, high: float, log: bool, start: float, stop: float, value:
     return start + share * (stop - start)
 
 
-def svg(title: str, x_label: str, x: Sequence[float], curves: Mapping[str, Sequence[float]], *,
-        log_x: bool = False) -> str:
+def svg(
+    title: str,
+    x_label: str,
+    x: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    *,
+    log_x: bool = False,
+    y_label: str = "epsilon",
+) -> str:
     """Return the chart as SVG text.
 
     Args:
@@ -41,6 +53,7 @@ def svg(title: str, x_label: str, x: Sequence[float], curves: Mapping[str, Seque
       curves: epsilon for each value by name; infinite or non-positive values leave a gap. Epsilon is drawn on a log
         scale when it spans more than a factor of 20.
       log_x: logarithmic parameter axis.
+      y_label: name of the vertical axis.
     """
     finite = [v for curve in curves.values() for v in curve if math.isfinite(v) and v > 0.0] or [1.0]
     low, high = min(finite), max(finite)
@@ -65,12 +78,21 @@ def svg(title: str, x_label: str, x: Sequence[float], curves: Mapping[str, Seque
         py = at(x[0], tick)[1]
         parts.append(f'<path d="M{_LEFT} {py:.1f}H{right}" stroke="#ddd"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 16}" text-anchor="middle">{html.escape(x_label)}</text>')
-    parts.append(f'<text x="18" y="{(_TOP + bottom) / 2}" transform="rotate(-90 18 {(_TOP + bottom) / 2})" '
-                 'text-anchor="middle">epsilon</text>')
+    parts.append(
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 16}" text-anchor="middle">{html.escape(x_label)}</text>'
+    )
+    parts.append(
+        f'<text x="18" y="{(_TOP + bottom) / 2}" transform="rotate(-90 18 {(_TOP + bottom) / 2})" '
+        f'text-anchor="middle">{html.escape(y_label)}</text>'
+    )
     for index, (name, values) in enumerate(curves.items()):
-        parts.append(_curve(name, index, [at(a, b) if math.isfinite(b) and b > 0.0 else None
-                                          for a, b in zip(x, values, strict=True)]))
+        parts.append(
+            _curve(
+                name,
+                index,
+                [at(a, b) if math.isfinite(b) and b > 0.0 else None for a, b in zip(x, values, strict=True)],
+            )
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

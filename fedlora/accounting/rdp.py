@@ -86,7 +86,7 @@ def _interpolate(orders: FloatArray, whole: FloatArray, moments: FloatArray) -> 
 
 
 def _whole_orders(limit: int) -> FloatArray:
-    whole = ORDERS[(ORDERS == np.round(ORDERS)) & (ORDERS >= 2.0) & (ORDERS <= limit)]
+    whole = ORDERS[(np.round(ORDERS) == ORDERS) & (ORDERS >= 2.0) & (limit >= ORDERS)]
     return np.unique(np.concatenate([np.arange(2.0, min(limit, 128) + 1.0), whole]))
 
 
@@ -105,9 +105,10 @@ def _last_order(event: NoisyProjectionEvent, gain: float) -> int:
     if not projected:
         return _MAX_INTEGER_ORDER
     scale = max(projected) * len(projected)
-    # sum_k k^2 scale / 2 ~ K^3 scale / 6, and 80 terms for each k at least
-    cubic = (6.0 * _WORK / scale) ** (1.0 / 3.0)
-    return int(max(8.0, min(cubic, _WORK / (300.0 * len(projected)), 2048.0)))
+    # the last series has K^2 scale / 2 terms in its table; windows of its root are summed for every k
+    table = math.sqrt(2.0 * 2.0e6 / scale)
+    windows = (_WORK / (30.0 * math.sqrt(scale) * len(projected))) ** 0.5
+    return int(max(8.0, min(table, windows, _WORK / (1000.0 * len(projected)), 2048.0)))
 
 
 def _factors(event: NoisyProjectionEvent, gain: float, last: int) -> FloatArray:
@@ -165,6 +166,12 @@ def _kummer_budgeted(a: float, b: float, z: FloatArray) -> FloatArray:
     )
 
 
+def gaussian_at(order: int, sigma: float, rate: float, adjacency: Adjacency) -> float:
+    """Return G of a (sampled) Gaussian at one integer order."""
+    k = np.arange(order + 1, dtype=np.float64)
+    return poisson_moment(order, rate, k * (k - 1.0) / 2.0 * (_gain(adjacency) / sigma**2))
+
+
 def sampled_gaussian_moment(
     event: PoissonGaussianEvent, orders: FloatArray, adjacency: Adjacency
 ) -> FloatArray:
@@ -199,8 +206,12 @@ def _fractional_moment(order: float, rate: float, sigma: float) -> float:
     z0 = sigma * sigma * math.log(1.0 / rate - 1.0) + 0.5 if rate < 1.0 else -math.inf
     sign, log_binomial = gammasgn(j + 1.0), gammaln(order + 1.0) - gammaln(i + 1.0) - gammaln(j + 1.0)
     log_q, log_p = math.log(rate), math.log1p(-rate)
-    first = log_binomial + i * log_q + j * log_p + i * (i - 1.0) / (2.0 * sigma**2) + log_ndtr((z0 - i) / sigma)
-    second = log_binomial + j * log_q + i * log_p + j * (j - 1.0) / (2.0 * sigma**2) + log_ndtr((j - z0) / sigma)
+    first = (
+        log_binomial + i * log_q + j * log_p + i * (i - 1.0) / (2.0 * sigma**2) + log_ndtr((z0 - i) / sigma)
+    )
+    second = (
+        log_binomial + j * log_q + i * log_p + j * (j - 1.0) / (2.0 * sigma**2) + log_ndtr((j - z0) / sigma)
+    )
     peak = float(max(np.max(first), np.max(second)))
     sizes = np.exp(first - peak) + np.exp(second - peak)
     # beyond the order the terms alternate and shrink, so that the last one bounds the rest; 1e-14 covers rounding

@@ -23,14 +23,28 @@ def gamma_of_sketch(eigenvalue: float, noise_ratio: float, norm: float, sensitiv
       norm: B_F >= ||Q||_F.
       sensitivity: B_S >= ||Q(D) - Q(D')||_F.
     """
-    top = _checks.real("eigenvalue", eigenvalue, above=0.0) + _checks.real("noise_ratio", noise_ratio, at_least=0.0)
-    return top / (2.0 * _checks.real("norm", norm, above=0.0) * _checks.real("sensitivity", sensitivity, above=0.0))
+    top = _checks.real("eigenvalue", eigenvalue, above=0.0) + _checks.real(
+        "noise_ratio", noise_ratio, at_least=0.0
+    )
+    return top / (
+        2.0 * _checks.real("norm", norm, above=0.0) * _checks.real("sensitivity", sensitivity, above=0.0)
+    )
 
 
-def gamma_of_lora(eigenvalue: float, noise_std: float, rank: int, learning_rate: float, smoothness: float,
-                  batch_size: int, gradient_norm: float, steps: int) -> float:
+def gamma_of_lora(
+    eigenvalue: float,
+    noise_std: float,
+    rank: int,
+    learning_rate: float,
+    smoothness: float,
+    batch_size: int,
+    gradient_norm: float,
+    steps: int,
+) -> float:
     """Return Lemma 7.2's Gamma = (eta beta / 4) b (lambda + r sigma_g^2) / (C^2 T ((1 + eta beta)^T - 1))."""
-    rate = _checks.real("learning_rate", learning_rate, above=0.0) * _checks.real("smoothness", smoothness, above=0.0)
+    rate = _checks.real("learning_rate", learning_rate, above=0.0) * _checks.real(
+        "smoothness", smoothness, above=0.0
+    )
     top = _checks.real("eigenvalue", eigenvalue, above=0.0)
     top += _checks.integer("rank", rank) * _checks.real("noise_std", noise_std, at_least=0.0) ** 2
     count = _checks.integer("steps", steps)

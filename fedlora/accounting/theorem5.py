@@ -56,8 +56,13 @@ def smallest_alpha(group: ProjectionGroup, budget: float) -> float:
     return min(1.0, alpha) if failure(group, min(1.0, alpha)) <= budget else 1.0
 
 
-def one_shot(event: NoisyProjectionEvent, delta: float, *, exact_profile: bool = False,
-             adjacency: Adjacency = Adjacency.ADD_OR_REMOVE) -> float:
+def one_shot(
+    event: NoisyProjectionEvent,
+    delta: float,
+    *,
+    exact_profile: bool = False,
+    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
+) -> float:
     """Return Theorem 5's epsilon of one full-batch release, minimised over alpha.
 
     Args:
@@ -70,7 +75,9 @@ def one_shot(event: NoisyProjectionEvent, delta: float, *, exact_profile: bool =
       UnsupportedEventError: if the event has several groups or is sampled.
     """
     if len(event.groups) != 1 or event.sample_rate not in (None, 1.0):
-        raise UnsupportedEventError("theorem 5, one shot: got several groups or sampling; use the composition recipe")
+        raise UnsupportedEventError(
+            "theorem 5, one shot: got several groups or sampling; use the composition recipe"
+        )
     group, budget = event.groups[0], _checks.delta(delta)
     gain = 4.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     best = math.inf
@@ -114,8 +121,14 @@ def composed_gaussian(event: NoisyProjectionEvent, steps: int, delta: float) -> 
     return PoissonGaussianEvent(1.0 / kappa, rate).times(count), budget - spent * count
 
 
-def composed(event: NoisyProjectionEvent, steps: int, delta: float, *,
-             adjacency: Adjacency = Adjacency.ADD_OR_REMOVE, accountant: str = "best") -> float:
+def composed(
+    event: NoisyProjectionEvent,
+    steps: int,
+    delta: float,
+    *,
+    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
+    accountant: str = "best",
+) -> float:
     """Return the epsilon of the published recipe over `steps` steps."""
     gaussian_event, left = composed_gaussian(event, steps, delta)
     return epsilon_of(gaussian_event, left, adjacency=adjacency, accountant=accountant).epsilon

@@ -122,8 +122,8 @@ def profile(width: int, rank: int, alignment: float, epsilon: float) -> float:
     return min(1.0, support_mass(rank, event.alignment) + fine + abs(fine - coarse) + 1e-15)
 
 
-def _worst_profile(width: int, rank: int, alignment: float, epsilon: float) -> float:
-    """The profile's maximum over alignments from the bound up to 1 (it is met at the bound wherever checked)."""
+def worst_profile(width: int, rank: int, alignment: float, epsilon: float) -> float:
+    """Return the profile's maximum over alignments from the bound up to 1 (it is met at the bound wherever checked)."""
     angle = math.acos(alignment)
     shares = (1.0, 0.97, 0.9, 0.75, 0.5, 0.25)
     return max(profile(width, rank, math.cos(share * angle), epsilon) for share in shares)
@@ -149,7 +149,7 @@ def exact_epsilon(width: int, rank: int, alignment: float, delta: float, toleran
     while high - low > tolerance * max(high, 1e-3):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if profile(width, rank, alignment, middle) > target else (low, middle)
-    while _worst_profile(width, rank, alignment, high) > target:
+    while worst_profile(width, rank, alignment, high) > target:
         high = high * 1.01 + 1e-6
         if high > _LARGEST:
             return math.inf
@@ -188,5 +188,11 @@ def epsilon_report(event: VectorProjectionEvent, delta: float) -> EpsilonReport:
     shape = (event.width, event.rank, event.alignment, delta)
     paper, exact = theorem1(*shape), exact_epsilon(*shape)
     value, name = (exact, "exact profile (Lemma 8)") if exact <= paper else (paper, "Theorem 1")
-    return EpsilonReport(value, delta, name, Adjacency.REPLACE_ONE, event.conditions,
-                         alternatives={"theorem_1": paper, "exact_profile": exact})
+    return EpsilonReport(
+        value,
+        delta,
+        name,
+        Adjacency.REPLACE_ONE,
+        event.conditions,
+        alternatives={"theorem_1": paper, "exact_profile": exact},
+    )

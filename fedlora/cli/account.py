@@ -1,0 +1,383 @@
+"""`fedlora account`: any mechanism's epsilon, noise, steps or rate without training.
+
+No data, no model and no ledger are touched. Every figure is an upper bound; the keys `epsilon`, `delta`, `accountant`,
+`adjacency` and `conditions` are always there with `--json`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from fedlora.accounting import (
+    GaussianEvent,
+    M1Event,
+    NoisyProjectionEvent,
+    PaveEvent,
+    PoissonGaussianEvent,
+    ProjectionGroup,
+    SketchEvent,
+    VectorProjectionEvent,
+    epsilon_of,
+    m1,
+    pave,
+    sketch,
+    theorem5,
+    vector,
+)
+from fedlora.accounting.reports import Adjacency, EpsilonReport
+from fedlora.cli.account_calibrate import app as calibrate_app
+from fedlora.cli.account_common import (
+    AccountantOption,
+    AdjacencyOption,
+    ClipOption,
+    DeltaOption,
+    GroupOption,
+    PlotOption,
+    SweepOption,
+    event_of_groups,
+    finish,
+    layers_of,
+    progress,
+    run_plot,
+    sampled_event,
+)
+from fedlora.cli.common import JsonOption
+from fedlora.errors import PrivacyParameterError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Account for any mechanism without training.",
+    epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1.0 --steps 1000 --delta 1e-5 --json",
+)
+app.add_typer(calibrate_app, name="calibrate")
+
+
+@app.command(
+    epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1 --steps 1000 --delta 1e-5"
+)
+def gaussian(
+    noise_multiplier: Annotated[float, typer.Option(help="Noise standard deviation / clipping norm.")],
+    delta: DeltaOption,
+    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Number of noised steps.")] = 1,
+    adjacency: AdjacencyOption = "add-or-remove",
+    accountant: AccountantOption = "best",
+    plot: PlotOption = None,
+    sweep: SweepOption = "steps:1:0:20",
+    as_json: JsonOption = False,
+) -> None:
+    """Account for the (Poisson-sampled) Gaussian mechanism: DP-SGD, lora_fa, factor, prism, client-level noise."""
+    relation = Adjacency.parse(adjacency)
+    event = sampled_event(noise_multiplier, sample_rate, steps)
+    with progress():
+        report = epsilon_of(event, delta, adjacency=relation, accountant=accountant)
+    values = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+
+    def curves(v: dict[str, Any]) -> dict[str, float]:
+        one = epsilon_of(
+            sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"]), delta, adjacency=relation
+        )
+        renyi = epsilon_of(
+            sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"]),
+            delta,
+            adjacency=relation,
+            accountant="rdp",
+        )
+        return {"best bound": one.epsilon, "Renyi moments": renyi.epsilon}
+
+    run_plot(plot, sweep, values, curves, "Sampled Gaussian mechanism")
+    finish(report, values, as_json=as_json, plot=plot)
+
+
+@app.command(
+    epilog="Example: fedlora account projection --width 768 --rank 8 --noise-multiplier 0.2 --sample-rate 0.01 "
+    "--steps 1000 --delta 1e-5 --json"
+)
+def projection(
+    delta: DeltaOption,
+    width: Annotated[int | None, typer.Option(help="In-width of the projected layers.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the fresh projection.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Noise / clipping norm.")] = None,
+    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Number of noised steps.")] = 1,
+    out_width: Annotated[
+        int | None, typer.Option(help="Out-width; only the published bound uses it.")
+    ] = None,
+    group: GroupOption = None,
+    clip: ClipOption = None,
+    bound: Annotated[str, typer.Option(help="moment or theorem5.")] = "moment",
+    adjacency: AdjacencyOption = "add-or-remove",
+    accountant: AccountantOption = "best",
+    plot: PlotOption = None,
+    sweep: SweepOption = "noise_multiplier:0.2:4:20",
+    as_json: JsonOption = False,
+) -> None:
+    """Account for the noisy projection with a fresh projection each step."""
+    relation = Adjacency.parse(adjacency)
+    values: dict[str, Any] = {
+        "width": width,
+        "rank": rank,
+        "noise_multiplier": noise_multiplier,
+        "sample_rate": sample_rate,
+        "steps": steps,
+        "out_width": out_width,
+    }
+    event = event_of_groups(values, group, clip)
+    with progress():
+        report = projection_report(event, values["steps"], delta, relation, bound, accountant)
+
+    def curves(v: dict[str, Any]) -> dict[str, float]:
+        one = event_of_groups(v, group, clip)
+        kappa = max(g.kappa for g in one.groups)
+        plain = sampled_event(1.0 / kappa, v["sample_rate"], v["steps"])
+        return {
+            "moment bound": projection_report(one, v["steps"], delta, relation, "moment", "best").epsilon,
+            "Theorem 5": projection_report(one, v["steps"], delta, relation, "theorem5", "best").epsilon,
+            "Gaussian, no projection": epsilon_of(plain, delta, adjacency=relation).epsilon,
+        }
+
+    run_plot(plot, sweep, values, curves, "Noisy projection")
+    finish(report, values, as_json=as_json, plot=plot, extra={"bound": bound})
+
+
+def projection_report(
+    event: NoisyProjectionEvent,
+    steps: int,
+    delta: float,
+    adjacency: Adjacency,
+    bound: str,
+    accountant: str = "best",
+) -> EpsilonReport:
+    """Return one of the bounds for `steps` steps of a noisy projection.
+
+    Raises:
+      PrivacyParameterError: if `bound` is unknown.
+    """
+    if bound == "moment":
+        return epsilon_of(event.times(steps), delta, adjacency=adjacency, accountant=accountant)
+    if bound != "theorem5":
+        raise PrivacyParameterError(f"bound: got {bound!r}, allowed is moment | theorem5")
+    single = steps == 1 and len(event.groups) == 1 and event.sample_rate in (None, 1.0)
+    if single:
+        value = theorem5.one_shot(event, delta, adjacency=adjacency)
+    else:
+        value = theorem5.composed(event, steps, delta, adjacency=adjacency, accountant=accountant)
+    name = "Theorem 5, alpha optimised" if single else "Theorem 5, composition recipe"
+    return EpsilonReport(value, delta, name, adjacency, event.conditions, steps)
+
+
+@app.command(
+    "vector",
+    epilog="Example: fedlora account vector --width 400 --rank 32 --alignment 0.999 --delta 0.01 --json",
+)
+def vector_command(
+    width: Annotated[int, typer.Option(help="Dimension d.")],
+    rank: Annotated[int, typer.Option(help="Rank r.")],
+    alignment: Annotated[float, typer.Option(help="Smallest inner product of neighbouring unit queries.")],
+    delta: DeltaOption,
+    preprocess_radius: Annotated[
+        float | None,
+        typer.Option(help="Add a random vector of this norm first and normalise again (Lemma 10)."),
+    ] = None,
+    preprocess_delta: Annotated[float, typer.Option(help="Share of delta for that step.")] = 0.0,
+    plot: PlotOption = None,
+    sweep: SweepOption = "rank:1:0:20",
+    as_json: JsonOption = False,
+) -> None:
+    """Analyse the noise-free projection of one vector (conditional: never a guarantee in training)."""
+    rho, left, extra = alignment, delta, {}
+    if preprocess_radius is not None:
+        rho = vector.aligned_by_noise(width, alignment, preprocess_radius, preprocess_delta)
+        left = delta - preprocess_delta
+        extra = {"alignment_after_noise": rho}
+    report = epsilon_of(VectorProjectionEvent(width, rank, rho), left)
+    values = {"width": width, "rank": rank, "alignment": rho}
+
+    def curves(v: dict[str, Any]) -> dict[str, float]:
+        shape = (v["width"], v["rank"], v["alignment"], left)
+        return {"exact profile": vector.exact_epsilon(*shape), "Theorem 1": vector.theorem1(*shape)}
+
+    run_plot(plot, sweep, values, curves, "Vector projection")
+    finish(report, values, as_json=as_json, plot=plot, extra={**extra, "delta": delta})
+
+
+@app.command(
+    "m1",
+    epilog="Example: fedlora account m1 --width 400 --rank 200 --span 50 --alignment 0.999 --residual 0.3 "
+    "--column-distance 0.05 --noise-std 2 --delta 1e-5 --json",
+)
+def m1_command(
+    width: Annotated[int, typer.Option(help="Dimension d.")],
+    rank: Annotated[int, typer.Option(help="Rank r.")],
+    span: Annotated[int, typer.Option(help="Dimension of the unchanged columns' span.")],
+    alignment: Annotated[float, typer.Option(help="Alignment outside the span.")],
+    residual: Annotated[float, typer.Option(help="Norm outside the span, in [0, 1].")],
+    column_distance: Annotated[float, typer.Option(help="Bound on ||v - v'||.")],
+    noise_std: Annotated[float, typer.Option(help="Standard deviation of the additive noise.")],
+    delta: DeltaOption,
+    changed_columns: Annotated[int, typer.Option(help="Number of changed columns.")] = 1,
+    plot: PlotOption = None,
+    sweep: SweepOption = "noise_std:0.5:20:12",
+    as_json: JsonOption = False,
+) -> None:
+    """Analyse M V + Xi with a secret Wishart M (conditional: its alignment cannot be verified in training)."""
+    values = {
+        "width": width,
+        "rank": rank,
+        "span": span,
+        "alignment": alignment,
+        "residual": residual,
+        "column_distance": column_distance,
+        "noise_std": noise_std,
+        "changed_columns": changed_columns,
+    }
+    with progress():
+        report = epsilon_of(M1Event(**values), delta)  # type: ignore[arg-type]
+
+    def curves(v: dict[str, Any]) -> dict[str, float]:
+        event = M1Event(**v)
+        return {
+            "exact parts": m1.several_columns(event, delta),
+            "as printed": m1.several_columns(event, delta, paper=True),
+        }
+
+    run_plot(plot, sweep, values, curves, "M1")
+    finish(report, values, as_json=as_json, plot=plot)
+
+
+@app.command(
+    "sketch", epilog="Example: fedlora account sketch --rank 16 --tau 64 --gamma 1000 --delta 1e-5 --json"
+)
+def sketch_command(
+    rank: Annotated[int, typer.Option(help="Columns r of the sketch.")],
+    tau: Annotated[int, typer.Option(help="Rank bound tau, at most the out-width.")],
+    gamma: Annotated[float, typer.Option(help="The ratio Gamma > 1.")],
+    delta: DeltaOption,
+    layers: Annotated[int, typer.Option(help="Independent layers L.")] = 1,
+    order: Annotated[
+        float | None, typer.Option(help="Also print the Renyi divergence bound at this order.")
+    ] = None,
+    plot: PlotOption = None,
+    sweep: SweepOption = "gamma:0:0:20",
+    as_json: JsonOption = False,
+) -> None:
+    """Analyse the secret Gaussian sketch (conditional: the sketching matrix must stay secret)."""
+    event = SketchEvent(rank, tau, gamma, layers)
+    values = {"rank": rank, "tau": tau, "gamma": gamma, "layers": layers}
+    report = epsilon_of(event, delta)
+
+    def curves(v: dict[str, Any]) -> dict[str, float]:
+        one = SketchEvent(**v)
+        return {
+            "Renyi (Proposition 4.3)": epsilon_of(one, delta).epsilon,
+            "tCDP (Proposition 4.4)": sketch.alternatives(one, delta).get(
+                "corollary_7_3_proposition_4_4", float("inf")
+            ),
+        }
+
+    run_plot(plot, sweep, values, curves, "Gaussian sketch")
+    finish(
+        report,
+        values,
+        as_json=as_json,
+        plot=plot,
+        alternatives=sketch.alternatives(event, delta),
+        event=event,
+        order=order,
+    )
+
+
+@app.command(
+    "pave", epilog="Example: fedlora account pave --rank 8 --dimension 8 --gamma 0.01 --delta 1e-5 --json"
+)
+def pave_command(
+    delta: DeltaOption,
+    rank: Annotated[int | None, typer.Option(help="Rank r of the specification.")] = None,
+    dimension: Annotated[int | None, typer.Option(help="Dimension k of the public subspace.")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Covariance stability in [0, 1).")] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="RANK:DIMENSION:GAMMA of one layer; repeat for several.")
+    ] = None,
+    order: Annotated[
+        float | None, typer.Option(help="Also print the Renyi divergence bound at this order.")
+    ] = None,
+    plot: PlotOption = None,
+    sweep: SweepOption = "gamma:0.001:0.2:20",
+    as_json: JsonOption = False,
+) -> None:
+    """Analyse a noise-free PAVE specification (conditional: the projection must stay secret)."""
+    event = PaveEvent(layers_of(rank, dimension, gamma, layer))
+    values = {"rank": rank, "dimension": dimension, "gamma": gamma, "layers": len(event.layers)}
+    report = epsilon_of(event, delta)
+    theorem = pave.order_two(event, delta)
+
+    def curves(v: dict[str, Any]) -> dict[str, float]:
+        one = PaveEvent(layers_of(v["rank"], v["dimension"], v["gamma"], None))
+        return {
+            "all orders": epsilon_of(one, delta).epsilon,
+            "order 2 (Theorem 3.5)": pave.order_two(one, delta),
+        }
+
+    run_plot(plot, sweep, values, curves, "PAVE specification")
+    finish(
+        report,
+        values,
+        as_json=as_json,
+        plot=plot,
+        alternatives={"theorem_3_5_order_2": theorem},
+        event=event,
+        order=order,
+        extra=_risks(report.epsilon, delta),
+    )
+
+
+def _risks(epsilon: float, delta: float) -> dict[str, Any]:
+    """Theorems 4.2 and 4.3 and Corollary 7.23."""
+    if not epsilon < 1e6:
+        return {"risk": {"advantage": 1.0, "advantage_total_variation": 1.0, "gain_increase": 0.5}}
+    tight = pave.risk_bound_tight(epsilon, delta)
+    return {
+        "risk": {
+            "advantage": pave.risk_bound(epsilon, delta),
+            "advantage_total_variation": tight,
+            "gain_increase": pave.gain_increase(tight),
+        }
+    }
+
+
+@app.command(
+    "pave-noisy",
+    epilog="Example: fedlora account pave-noisy --noise-multiplier 4 --layers 24 --sample-rate 0.01 "
+    "--steps 1000 --delta 1e-5 --json",
+)
+def pave_noisy(
+    noise_multiplier: Annotated[float, typer.Option(help="Noise / per-layer clipping norm.")],
+    layers: Annotated[int, typer.Option(help="Layers, each clipped by itself.")],
+    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")],
+    steps: Annotated[int, typer.Option(help="Number of noised steps.")],
+    delta: DeltaOption,
+    adjacency: AdjacencyOption = "replace-one",
+    as_json: JsonOption = False,
+) -> None:
+    """Account for DP-S-PAVE: layers share one batch, so they are one Gaussian with noise / sqrt(layers)."""
+    event = pave.certified_event(noise_multiplier, layers, sample_rate, steps)
+    with progress():
+        report = epsilon_of(event, delta, adjacency=Adjacency.parse(adjacency))
+    claimed = pave.claimed_epsilon(noise_multiplier, layers, sample_rate, steps, delta)
+    values = {
+        "noise_multiplier": noise_multiplier,
+        "layers": layers,
+        "sample_rate": sample_rate,
+        "steps": steps,
+    }
+    finish(
+        report, values, as_json=as_json, plot=None, extra={"not_a_bound": {"theorem_3_9_as_printed": claimed}}
+    )
+
+
+__all__ = ["GaussianEvent", "PoissonGaussianEvent", "ProjectionGroup", "app"]
