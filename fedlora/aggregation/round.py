@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedlora.accounting import Event
 from fedlora.aggregation.client_privacy import ClientPlan, ClientRelease
 from fedlora.aggregation.linear import LinearMode
 from fedlora.aggregation.robust import Robust, RobustRound
-from fedlora.aggregation.types import AggregateResult, Charge, Mode, NormalSource, Outcome, State
+from fedlora.aggregation.types import AggregateResult, Charge, Float64, Mode, NormalSource, Outcome, State
 from fedlora.errors import (
     AggregationError,
     InconsistentRepliesError,
@@ -85,6 +85,7 @@ class Aggregator:
         self._accepted: dict[str, float] = {}
         self._rejected: dict[str, str] = {}
         self._bytes = 0
+        self._charged = False
         self._release: ClientRelease | None = None
         self._robust: RobustRound | None = None
 
@@ -248,6 +249,9 @@ class Aggregator:
         else:
             self._need_replies()
             outcome = self._finish_plain()
+        return self._result(outcome, event)
+
+    def _result(self, outcome: Outcome, event: Event | None) -> AggregateResult:
         accepted = tuple(sorted(self._accepted))
         result = AggregateResult(
             payload=outcome.payload,
@@ -263,6 +267,52 @@ class Aggregator:
         )
         self._reset()
         return result
+
+    def authorize_sum(self, clients: Sequence[str]) -> None:
+        """Check and charge before a secure sum is opened; pass it as `before_open`.
+
+        Raises:
+            TooFewRepliesError: fewer answers than `min_replies`, or than the honest ones that shares of noise assume.
+            PrivacyError: if the event cannot be charged; the sum stays hidden.
+        """
+        self._need_open()
+        if self._plan is None:
+            self._accepted = dict.fromkeys(clients, 1.0)
+            self._need_replies()
+            return
+        if self._plan.noise_at != "clients" or len(clients) < (self._plan.honest_clients or 0):
+            raise TooFewRepliesError(
+                f"{len(clients)} answers; shares of noise assume {self._plan.honest_clients} honest ones "
+                "(privacy.noise_at: clients, privacy.honest_clients): the sum stays hidden"
+            )
+        if self._charge is None:
+            raise PrivacyError("client-level privacy without a ledger: the sum stays hidden")
+        self._charge(self._plan.event)
+        self._charged = True
+
+    def finish_sum(self, clients: Sequence[str], updates: Mapping[str, Float64]) -> AggregateResult:
+        """End a round whose updates came as one opened secure sum (new - old, equal weights).
+
+        Args:
+            clients: clients in the sum, as `authorize_sum` saw them.
+            updates: update block to sum.
+
+        Raises:
+            PrivacyError: if the release was not charged before.
+            InconsistentRepliesError: if the mode is not linear.
+        """
+        self._need_open()
+        self._open = False
+        if not isinstance(self.mode, LinearMode):
+            raise InconsistentRepliesError(
+                f"{self.mode.kind} cannot use a sum of updates; use mean_b or tangent"
+            )
+        if self._plan is not None and not self._charged:
+            raise PrivacyError("a secure sum under client-level privacy was opened without a charge")
+        divisor = float(len(clients)) if self._plan is None else self._plan.expected_clients
+        outcome = self.mode.apply({name: block / divisor for name, block in updates.items()})
+        self._accepted = dict.fromkeys(clients, 1.0)
+        return self._result(outcome, None if self._plan is None else self._plan.event)
 
     def _need_replies(self) -> None:
         if len(self._accepted) >= max(self.rules.min_replies, 1):
