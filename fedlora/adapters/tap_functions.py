@@ -49,6 +49,7 @@ class LoraTap(torch.autograd.Function):
         session: TapSession,
     ) -> torch.Tensor:
         """Compute the adapted output; keep h (and x where an in-side block or a Gram norm needs it)."""
+        view = view.to(base.dtype)
         with torch.autocast(device_type=base.device.type, enabled=False):
             rows = session.tokens(module, x.to(base.dtype))
             h = None if view.down is None else product(rows, _t(view.down))

@@ -18,7 +18,7 @@ Tensors are shared by all records, or carry a leading record axis when several c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -50,6 +50,15 @@ class LayerView:
     frame_out: torch.Tensor | None = None
     core: torch.Tensor | None = None
     probe: torch.Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> LayerView:
+        """Return the view in another compute dtype (under autocast the layers' outputs have their own)."""
+        present = next((t for t in (self.down, self.probe) if t is not None), None)
+        if present is None or present.dtype == dtype:
+            return self
+        names = ("down", "up", "frame_out", "core", "probe")
+        cast = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: None if t is None else t.to(dtype) for name, t in cast.items()})
 
 
 def view_blocks(kind: ViewKind, module: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:

@@ -28,8 +28,12 @@ def full_gradient(adapted, task, record):
 def tangent_views(adapted, generator):
     views, frames = {}, {}
     for name, spec in adapted.layout.modules.items():
-        q_out = torch.linalg.qr(torch.randn(spec.out_features, spec.rank, generator=generator, dtype=torch.float64))[0]
-        q_in = torch.linalg.qr(torch.randn(spec.in_features, spec.rank, generator=generator, dtype=torch.float64))[0]
+        q_out = torch.linalg.qr(
+            torch.randn(spec.out_features, spec.rank, generator=generator, dtype=torch.float64)
+        )[0]
+        q_in = torch.linalg.qr(
+            torch.randn(spec.in_features, spec.rank, generator=generator, dtype=torch.float64)
+        )[0]
         core = torch.randn(spec.rank, spec.rank, generator=generator, dtype=torch.float64) * 0.3
         frames[name] = (q_out, core, q_in)
         views[name] = LayerView("tangent", 1.0, down=q_in.t(), up=q_out @ core, frame_out=q_out, core=core)
@@ -81,8 +85,12 @@ def test_tangent_blocks_and_norms(prepared):
             p_out, p_in = q_out @ q_out.t(), q_in @ q_in.t()
             tangent = full @ p_in + p_out @ full - p_out @ full @ p_in
             assert torch.allclose(got.blocks[f"{name}|x_out"][number], full @ q_in, rtol=1e-10, atol=1e-12)
-            assert torch.allclose(got.blocks[f"{name}|x_in"][number], full.t() @ q_out, rtol=1e-10, atol=1e-12)
-            assert float(got.squared_norms[name][number]) == pytest.approx(float(tangent.square().sum()), rel=1e-9)
+            assert torch.allclose(
+                got.blocks[f"{name}|x_in"][number], full.t() @ q_out, rtol=1e-10, atol=1e-12
+            )
+            assert float(got.squared_norms[name][number]) == pytest.approx(
+                float(tangent.square().sum()), rel=1e-9
+            )
 
 
 def test_projected_blocks_and_full_norms(prepared):
@@ -96,8 +104,12 @@ def test_projected_blocks_and_full_norms(prepared):
     got = gather(adapted, "projected", views, rows)
     for number, row in enumerate(rows):
         for name, full in full_gradient(adapted, task, row).items():
-            assert torch.allclose(got.blocks[f"{name}|lora_B"][number], full @ probes[name].t(), rtol=1e-10, atol=1e-12)
-            assert float(got.squared_norms[name][number]) == pytest.approx(float(full.square().sum()), rel=1e-9)
+            assert torch.allclose(
+                got.blocks[f"{name}|lora_B"][number], full @ probes[name].t(), rtol=1e-10, atol=1e-12
+            )
+            assert float(got.squared_norms[name][number]) == pytest.approx(
+                float(full.square().sum()), rel=1e-9
+            )
 
 
 def test_projected_view_with_an_adapter_in_place(prepared):
