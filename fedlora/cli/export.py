@@ -82,7 +82,8 @@ def export_run(
             f"export: {run} has no config.yaml and adapter.flr; give the folder of a finished run (or resume it)"
         )
     packet = decode_packet(saved.read_bytes(), 8 * DEFAULT_MAX_BYTES)
-    payload = from_arrays(packet.header["payload"], packet.arrays, max_bytes=8 * DEFAULT_MAX_BYTES)
+    arrays = {name: array.copy() for name, array in packet.arrays.items()}  # decoded arrays are read-only
+    payload = from_arrays(packet.header["payload"], arrays, max_bytes=8 * DEFAULT_MAX_BYTES)
     config = load_config(run / "config.yaml")
     bench = _Loaded(config, load_parts(config))
     facts = read_facts(run)
