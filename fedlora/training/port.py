@@ -25,7 +25,7 @@ import numpy.typing as npt
 from fedlora.errors import FedLoraError, PayloadTooLargeError, SchemaVersionError, WireError
 from fedlora.names import WIRE_SCHEMA
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
-from fedlora.wire.codec import from_arrays, to_arrays
+from fedlora.wire.codec import Compression, from_arrays, to_arrays
 from fedlora.wire.payload import AdapterPayload
 
 _MAGIC: Final = b"FLRP"
@@ -36,6 +36,7 @@ DEFAULT_MAX_BYTES: Final = 1_100_000_000
 
 HELLO: Final = "hello"
 ROUND: Final = "round"
+SECAGG: Final = "secagg"
 FAILURE: Final = "failure"
 
 AnyArray = npt.NDArray[Any]
@@ -74,6 +75,9 @@ class TrainerPort(Protocol):
 
     def handle(self, request: RoundRequest) -> RoundReply:
         """Train the request's clients; refusals and failures come back per client, by name."""
+
+    def secure(self, packet: Packet) -> Packet:
+        """Answer one step of secure aggregation for the updates withheld in this round."""
 
 
 class PacketPort(Protocol):
@@ -150,6 +154,7 @@ def pack_request(request: RoundRequest) -> Packet:
         "clients": list(request.clients),
         "steps": request.steps,
         "reduce": request.reduce,
+        "withhold": request.withhold,
         "payload": payload_header,
     }
     return Packet(header, arrays)
@@ -172,15 +177,16 @@ def unpack_request(packet: Packet) -> RoundRequest:
             clients=tuple(str(client) for client in _typed(header, "clients", list)),
             steps=_typed(header, "steps", int),
             reduce=_typed(header, "reduce", bool),
+            withhold=_typed(header, "withhold", bool),
         )
     except KeyError as missing:
         raise WireError(f"round request: field {missing} is missing; update the server") from None
 
 
-def pack_reply(reply: RoundReply) -> Packet:
+def pack_reply(reply: RoundReply, compression: Compression = "none") -> Packet:
     """Turn a round reply into a packet; each payload's arrays carry a prefix of their own."""
     arrays: dict[str, AnyArray] = {}
-    replies = [_pack_client(one, arrays) for one in reply.replies]
+    replies = [_pack_client(one, arrays, compression) for one in reply.replies]
     header: dict[str, Any] = {
         "schema": WIRE_SCHEMA,
         "op": ROUND,
@@ -192,7 +198,7 @@ def pack_reply(reply: RoundReply) -> Packet:
         "reduced": None,
     }
     if reply.reduced is not None:
-        header["reduced"] = _append(reply.reduced, arrays)
+        header["reduced"] = _append(reply.reduced, arrays, compression)
     return Packet(header, arrays)
 
 
@@ -220,6 +226,12 @@ def unpack_reply(packet: Packet) -> RoundReply:
         raise WireError(f"round reply: malformed ({type(problem).__name__}); update the node") from None
 
 
+def compression_of(request: RoundRequest) -> Compression:
+    """Return how a reply's numbers are encoded: the run's `federation.compression` (post-processing)."""
+    asked = request.config.get("federation", {}).get("compression", "none")
+    return asked if asked in ("bf16", "int8") else "none"
+
+
 def failure_packet(error: BaseException) -> Packet:
     """Build the packet that says that the whole request failed."""
     return Packet({"schema": WIRE_SCHEMA, "op": FAILURE, **error_record(error)})
@@ -230,7 +242,10 @@ def serve_packet(trainer: TrainerPort, packet: Packet) -> Packet:
     try:
         if packet.header.get("op") == HELLO:
             return pack_hello(trainer.hello())
-        return pack_reply(trainer.handle(unpack_request(packet)))
+        if packet.header.get("op") == SECAGG:
+            return trainer.secure(packet)
+        request = unpack_request(packet)
+        return pack_reply(trainer.handle(request), compression_of(request))
     except Exception as error:  # the relay must always get an answer
         return failure_packet(error)
 
@@ -342,8 +357,10 @@ def _typed(header: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _append(payload: AdapterPayload, arrays: dict[str, AnyArray]) -> dict[str, Any]:
-    header, own = to_arrays(payload)
+def _append(
+    payload: AdapterPayload, arrays: dict[str, AnyArray], compression: Compression
+) -> dict[str, Any]:
+    header, own = to_arrays(payload, compression=compression)
     prefix = f"{len(arrays)}/"
     arrays.update({prefix + name: array for name, array in own.items()})
     return {"header": header, "names": [prefix + name for name in own]}
@@ -358,11 +375,13 @@ def _cut(where: Mapping[str, Any], arrays: Mapping[str, AnyArray]) -> AdapterPay
     return from_arrays(where["header"], own, max_bytes=DEFAULT_MAX_BYTES)
 
 
-def _pack_client(reply: ClientReply, arrays: dict[str, AnyArray]) -> dict[str, Any]:
+def _pack_client(
+    reply: ClientReply, arrays: dict[str, AnyArray], compression: Compression
+) -> dict[str, Any]:
     return {
         "client": reply.client,
         "status": reply.status,
-        "payload": None if reply.payload is None else _append(reply.payload, arrays),
+        "payload": None if reply.payload is None else _append(reply.payload, arrays, compression),
         "event": None if reply.event is None else dict(reply.event),
         "steps": reply.steps,
         "epsilon": "inf" if reply.epsilon == math.inf else reply.epsilon,

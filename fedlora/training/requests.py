@@ -26,6 +26,7 @@ class RoundRequest:
         clients: ids of the logical clients that this node trains in this round.
         steps: optimiser steps per client.
         reduce: the node may answer with the sum of its clients' blocks instead of each one's.
+        withhold: answer without updates and keep them for secure aggregation.
     """
 
     run_id: str
@@ -36,6 +37,7 @@ class RoundRequest:
     clients: Sequence[str]
     steps: int
     reduce: bool = False
+    withhold: bool = False
 
 
 @dataclass(frozen=True)

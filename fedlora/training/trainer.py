@@ -37,9 +37,10 @@ from fedlora.ledger.types import Account, Budget, CommitRequest, Refusal, Reserv
 from fedlora.training.charging import BudgetKeeper, Standing, charges, plan_round
 from fedlora.training.drawing import make_job
 from fedlora.training.policy import Policy
-from fedlora.training.port import Hello, error_record, where_it_failed
+from fedlora.training.port import Hello, Packet, error_record, where_it_failed
 from fedlora.training.replies import MemoryReplies, Replies, release_digest
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
+from fedlora.training.secure import SecureDesk, check_withhold, withhold
 from fedlora.training.session import (
     Workbench,
     build_workbench,
@@ -112,6 +113,7 @@ class Trainer:
         self._replies: Replies = MemoryReplies() if replies is None else replies
         self._sign, self._identity, self._timings = sign, identity, timings
         self._slots = SlotStore(None) if slots is None else slots
+        self._desk = SecureDesk()
         self._run_id = ""
         self._session: Session | None = None
         self._lock = threading.Lock()
@@ -142,6 +144,8 @@ class Trainer:
             try:
                 check_clients(request.clients)
                 replies, timings = self._round(request)
+                if request.withhold and self._session is not None:
+                    replies = withhold(self._desk, request, self._session.bench.config, replies)
                 return self._reply(request, replies, timings)
             except FedLoraError as error:
                 _LOG.warning("round %s refused: %s", request.server_round, error)
@@ -169,11 +173,17 @@ class Trainer:
         bare = tuple(replace(one, payload=None) if one.client in summed else one for one in replies)
         return RoundReply(request.run_id, request.server_round, bare, total, used, timings=told)
 
+    def secure(self, packet: Packet) -> Packet:
+        """Answer one step of secure aggregation for the updates withheld in this round."""
+        with self._lock:
+            return self._desk.handle(packet)
+
     # -- the order of a round -------------------------------------------------------------------
 
     def _round(self, request: RoundRequest) -> tuple[tuple[ClientReply, ...], dict[str, float]]:
         started = time.perf_counter()
         config = self._checked_config(request)
+        check_withhold(config, request)
         session = self._open(config, request.config_hash)
         self._check_payload(session, request)
         if request.run_id != self._run_id:
@@ -238,7 +248,7 @@ class Trainer:
         for client in asked:
             answer = granted[client]
             if isinstance(answer, Refusal):
-                answers[client] = self._refused(client, answer)
+                answers[client] = self._refused(client, answer, may_repeat=not request.withhold)
             else:
                 answers[client] = self._read(session, client, answer, request.steps)
         return answers
@@ -379,8 +389,9 @@ class Trainer:
         }
         return replace(reply, receipt=self._sign(claim))
 
-    def _refused(self, client: str, refusal: Refusal) -> ClientReply:
-        if refusal.reason == "duplicate-round":
+    def _refused(self, client: str, refusal: Refusal, may_repeat: bool) -> ClientReply:
+        """Return the kept reply of a repeated round, unless a second share of noise would be drawn for it."""
+        if refusal.reason == "duplicate-round" and may_repeat:
             kept = self._replies.find(refusal)
             if kept is not None:
                 return kept

@@ -58,7 +58,7 @@ def test_h05_wrapper_prefixes_are_refused_with_examples(prefix):
 
 def test_h05_prefix_on_modules_is_refused_too():
     modules = {"_module." + name: spec for name, spec in LAYOUT.modules.items()}
-    with pytest.raises(LayoutMismatchError, match="wrapper prefix '_module.'"):
+    with pytest.raises(LayoutMismatchError, match=r"wrapper prefix ._module\."):
         check(make(modules=modules))
 
 
