@@ -109,7 +109,8 @@ def _outer_frame(adapted: AdaptedModel, module: str, init: str) -> Tensor:
         return left[:, : spec.rank]
     name = f"fedlora q_out|1|{adapted.recipe.seed}|{module}|{spec.out_features}|{spec.rank}"
     normal = torch.from_numpy(normals(name, spec.out_features * spec.rank))
-    return torch.linalg.qr(normal.reshape(spec.out_features, spec.rank)).Q
+    frame: Tensor = torch.linalg.qr(normal.reshape(spec.out_features, spec.rank)).Q
+    return frame
 
 
 def open_groups(

@@ -11,67 +11,15 @@ Reference: LoRA and Privacy: When Random Projections Help (and When They Don't),
 from __future__ import annotations
 
 import math
-import secrets
 from dataclasses import dataclass, replace
 
 import torch
 
-from fedlora.adapters.philox_normal import normals
-from fedlora.errors import PrivacyParameterError, RankMismatchError
+from fedlora.adapters.projection_recipe import check_projection
+from fedlora.errors import PrivacyParameterError
 from fedlora.geometry import Frames, ProductSketch, frames_to_factors
 
 Tensor = torch.Tensor
-
-SEED_BYTES = 32
-
-
-def check_projection(rank: int, in_features: int) -> None:
-    """Refuse a projection whose A A^T is singular.
-
-    Raises:
-        RankMismatchError: unless 1 <= rank <= in_features.
-    """
-    if not 1 <= rank <= in_features:
-        raise RankMismatchError(
-            f"projection rank: got {rank} for in-width {in_features}; allowed are 1 to {in_features} "
-            "(A A^T is singular above); lower adapter.rank"
-        )
-
-
-def new_projection_seed() -> str:
-    """Return a fresh public seed from the operating system's entropy, as 64 hex digits.
-
-    It shares no generator with noise or sampling, and must be drawn after the weights of its step are fixed: a
-    recipe known in advance lets the weights be chosen so that a victim's gradient lies in A's row space.
-    """
-    return secrets.token_hex(SEED_BYTES)
-
-
-def projection_from_seed(seed: str, module: str, rank: int, in_features: int) -> Tensor:
-    """Return the shared projection A of one module, (rank, in_features) float32, the same bits everywhere.
-
-    Args:
-        seed: 64 hex digits of `new_projection_seed`, published with the step.
-        module: module path.
-        rank: r.
-        in_features: width.
-
-    Raises:
-        PrivacyParameterError: if the seed is not 64 hex digits.
-        RankMismatchError: if the rank does not fit.
-    """
-    check_projection(rank, in_features)
-    try:
-        sound = len(bytes.fromhex(seed)) == SEED_BYTES
-    except (TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise PrivacyParameterError(
-            "projection seed: got something else than 64 hex digits; draw it with new_projection_seed"
-        )
-    name = f"fedlora noisy_projection|1|{seed.lower()}|{module}|{rank}|{in_features}"
-    values = torch.from_numpy(normals(name, rank * in_features)).reshape(rank, in_features)
-    return (values / math.sqrt(rank)).float()
 
 
 def projection_from_normals(standard: Tensor) -> Tensor:

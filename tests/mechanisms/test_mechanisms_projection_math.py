@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedlora.adapters.projection_recipe import new_projection_seed, projection_from_seed
 from fedlora.errors import PrivacyParameterError, RankMismatchError
 from fedlora.mechanisms.projection_math import (
     FoldedUpdate,
     check_unclipped,
-    new_projection_seed,
     noise_factor,
     projected_noise,
     projection_from_normals,
-    projection_from_seed,
 )
 
 F64 = torch.float64
