@@ -28,7 +28,7 @@ from fedlora.ledger.state import LedgerState, integrity_error
 from fedlora.ledger.store import Store
 from fedlora.ledger.types import Account, Clock
 
-SNAPSHOT_EVERY: Final = 65_536
+SNAPSHOT_EVERY: Final = 16_384
 """Entries between two snapshots of the working state; small ledgers have none and are checked whole."""
 
 CLOCK_TOLERANCE_SECONDS: Final = 3600.0

@@ -1,0 +1,226 @@
+"""Random interleavings of rounds, crashes, retries, resumes and two writers, against a log kept outside the ledger."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import pld_privacy_accountant
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from ledger_helpers import SECRET
+
+from fedlora.accounting import Event, GaussianEvent, PoissonGaussianEvent
+from fedlora.errors import LedgerError
+from fedlora.ledger import Account, Budget, Ledger, Refusal, Reservation, ReserveRequest, open_ledger
+from fedlora.ledger.anchor import Anchor
+from fedlora.ledger.journal import Journal
+
+EVENTS: tuple[Event, ...] = (GaussianEvent(8.0), PoissonGaussianEvent(2.0, 0.1), GaussianEvent(20.0))
+ACCOUNTS = (Account("a", "d"), Account("b", "d"))
+BUDGET = Budget(epsilon=3.0, delta=1e-5, on_exhausted="fewer_steps")
+
+
+@functools.lru_cache(maxsize=100_000)
+def true_epsilon(released: tuple[tuple[int, int], ...]) -> float:
+    """Return the PLD epsilon of a multiset, by a library and code that the ledger does not use here."""
+    accountant = pld_privacy_accountant.PLDAccountant(value_discretization_interval=1e-3)
+    level = logging.getLogger("absl").level
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    for number, steps in released:
+        event = EVENTS[number]
+        plain = dp_event.GaussianDpEvent(event.noise_multiplier)  # type: ignore[attr-defined]
+        if isinstance(event, PoissonGaussianEvent):
+            plain = dp_event.PoissonSampledDpEvent(event.sample_rate, plain)
+        accountant.compose(plain, steps)
+    logging.getLogger("absl").setLevel(level)
+    return float(accountant.get_epsilon(BUDGET.delta))
+
+
+class Crash(Exception):  # noqa: N818
+    """The process dies here."""
+
+
+class Machine(RuleBasedStateMachine):
+    """Two processes may hold the ledger; each open round is a (reservation, steps noised, started)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="fedlora-machine-"))
+        self.path = self.folder / "ledger.db"
+        self.ledgers: list[Ledger] = []
+        self.log: dict[Account, Counter[int]] = {account: Counter() for account in ACCOUNTS}
+        self.noised_rounds: set[tuple[Account, int]] = set()
+        self.replies: dict[tuple[Account, int], bytes] = {}
+        self.open: list[dict[str, Any]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        for ledger in self.ledgers:
+            ledger.close()
+        self.ledgers = [open_ledger(self.path, secret=SECRET) for _ in range(2)]
+        self.open = []
+
+    def teardown(self) -> None:
+        for ledger in self.ledgers:
+            ledger.verify()
+            ledger.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def request(self, account: Account, number: int, event: int, steps: int) -> ReserveRequest:
+        return ReserveRequest(account, BUDGET, "run", number, EVENTS[event], steps)
+
+    @rule(
+        who=st.integers(0, 1),
+        both=st.booleans(),
+        number=st.integers(1, 12),
+        event=st.integers(0, 2),
+        steps=st.integers(1, 40),
+    )
+    def reserve(self, who: int, both: bool, number: int, event: int, steps: int) -> None:
+        accounts = ACCOUNTS if both else ACCOUNTS[:1]
+        outcomes = self.ledgers[who].reserve([self.request(a, number, event, steps) for a in accounts])
+        for outcome in outcomes:
+            if isinstance(outcome, Refusal):
+                self.check_refusal(self.ledgers[who], outcome)
+            else:
+                self.take(who, outcome, event)
+
+    def check_refusal(self, ledger: Ledger, refusal: Refusal) -> None:
+        key = (refusal.account, refusal.server_round)
+        if refusal.reason == "duplicate-round" and refusal.reply_digest:
+            kept = ledger.load_reply(refusal.account, "run", refusal.server_round)
+            assert kept is None or kept == self.replies[key]
+
+    def take(self, who: int, reservation: Reservation, event: int) -> None:
+        key = (reservation.account, reservation.server_round)
+        assert key not in self.noised_rounds, "a round that drew noise was granted again"
+        self.open.append({"who": who, "reservation": reservation, "event": event, "noised": 0, "bytes": b""})
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), steps=st.integers(1, 40))
+    def draw_noise(self, data: st.DataObject, steps: int) -> None:
+        item = data.draw(st.sampled_from(self.open))
+        reservation = item["reservation"]
+        self.ledgers[item["who"]].mark_started([reservation])
+        self.noised_rounds.add((reservation.account, reservation.server_round))
+        for _ in range(min(steps, reservation.steps - item["noised"])):
+            self.log[reservation.account][item["event"]] += 1
+            item["noised"] += 1
+            item["bytes"] += secrets.token_bytes(2)
+
+    @precondition(lambda self: any(item["noised"] for item in self.open))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from([item for item in self.open if item["noised"]]))
+        reservation = item["reservation"]
+        ledger = self.ledgers[item["who"]]
+        digest = ledger.store_reply(reservation, item["bytes"])
+        self.replies[(reservation.account, reservation.server_round)] = item["bytes"]
+        ledger.commit([(reservation, item["noised"], EVENTS[item["event"]], digest)])
+        self.open.remove(item)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), other=st.integers(0, 2), extra=st.integers(0, 3))
+    def commit_what_was_not_reserved(self, data: st.DataObject, other: int, extra: int) -> None:
+        item = data.draw(st.sampled_from(self.open))
+        reservation = item["reservation"]
+        ran = reservation.steps + extra
+        if other == item["event"] and extra == 0:
+            return
+        self.noised_rounds.add((reservation.account, reservation.server_round))
+        self.log[reservation.account][other] += ran
+        with pytest.raises(LedgerError):
+            self.ledgers[item["who"]].commit([(reservation, ran, EVENTS[other], "")])
+        self.open.remove(item)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from(self.open))
+        self.ledgers[item["who"]].abandon([item["reservation"]])
+        self.open.remove(item)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from(self.open))
+        reservation = item["reservation"]
+        if (reservation.account, reservation.server_round) in self.noised_rounds:
+            with pytest.raises(LedgerError):
+                self.ledgers[item["who"]].release_unused([reservation])
+            return
+        self.ledgers[item["who"]].release_unused([reservation])
+        self.open.remove(item)
+
+    @rule()
+    def crash(self) -> None:
+        self.restart()
+
+    @rule(
+        where=st.sampled_from(["before", "after", "anchor"]), number=st.integers(1, 12), event=st.integers(0, 2)
+    )
+    def crash_while_reserving(self, where: str, number: int, event: int) -> None:
+        insert = Journal._insert
+
+        def torn(*values: Any) -> None:
+            if where == "after":
+                insert(*values)
+            raise Crash
+
+        target, name = (Anchor, "write") if where == "anchor" else (Journal, "_insert")
+        replacement: Any = mock.Mock(side_effect=Crash) if where == "anchor" else staticmethod(torn)
+        with mock.patch.object(target, name, replacement):
+            try:
+                self.ledgers[0].reserve([self.request(ACCOUNTS[0], number, event, 3)])
+            except Crash:
+                self.restart()
+
+    @precondition(lambda self: any(item["noised"] for item in self.open))
+    @rule(data=st.data())
+    def crash_while_committing(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from([item for item in self.open if item["noised"]]))
+        with mock.patch.object(Journal, "_insert", staticmethod(mock.Mock(side_effect=Crash))), pytest.raises(Crash):
+            self.ledgers[item["who"]].commit(
+                [(item["reservation"], item["noised"], EVENTS[item["event"]], "")]
+            )
+        self.restart()
+
+    @invariant()
+    def epsilon_is_never_below_the_true_one(self) -> None:
+        for account, counter in self.log.items():
+            if not counter:
+                continue
+            report = self.ledgers[0].report(account, with_rounds=False)
+            charged = self.ledgers[1].report(account, with_rounds=False).num_events
+            assert charged == report.num_events >= sum(counter.values())
+            released = tuple(sorted((number, steps) for number, steps in counter.items() if steps))
+            assert report.epsilon >= true_epsilon(released) * (1 - 2e-3) - 2e-3
+
+
+TestLedgerMachine = Machine.TestCase
+TestLedgerMachine.settings = settings(
+    max_examples=8,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+)
+
+
+@pytest.mark.long
+class TestLedgerMachineLong(Machine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(
+        max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
