@@ -161,6 +161,8 @@ class PublicEvalConfig(Section):
     fraction: float | None = Field(default=None, gt=0, lt=1)
     max_records: Count | None = None
     every_rounds: Count = 5
+    answers: Literal["number", "exact"] | None = None
+    max_new_tokens: Count = 128
 
 
 class DataConfig(Section):

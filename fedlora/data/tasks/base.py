@@ -380,12 +380,27 @@ def model_inputs(model: Any, batch: Mapping[str, Tensor], *leave_out: str) -> di
     return {name: value.to(device) for name, value in batch.items() if name not in leave_out}
 
 
-def batches(encoded: Sequence[Encoded], batch_size: int) -> Iterator[tuple[list[int], list[Encoded]]]:
-    """Yield (positions, records) in batches of similar length."""
+def batches(
+    encoded: Sequence[Encoded], batch_size: int, max_tokens: int | None = None
+) -> Iterator[tuple[list[int], list[Encoded]]]:
+    """Yield (positions, records) in batches of similar length.
+
+    Args:
+        encoded: the records.
+        batch_size: largest number of records in a batch.
+        max_tokens: largest number of padded tokens in a batch (one record always fits).
+    """
     order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        yield places, [encoded[place] for place in places]
+    places: list[int] = []
+    for place in order:
+        longest = len(encoded[place])  # lengths only grow
+        full = max_tokens is not None and (len(places) + 1) * longest > max_tokens
+        if places and (len(places) == batch_size or full):
+            yield places, [encoded[each] for each in places]
+            places = []
+        places = [*places, place]
+    if places:
+        yield places, [encoded[each] for each in places]
 
 
 class evaluating:
