@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from fedlora.aggregation.client_privacy import ClientPlan, client_plan
-from fedlora.aggregation.linear import MeanB, ProjectedMean, TangentMean
+from fedlora.aggregation.folded import FoldedMean
+from fedlora.aggregation.linear import MeanB, TangentMean
 from fedlora.aggregation.products import AlignedMean, FactorMean, ProductMode, StackMode
 from fedlora.aggregation.round import Aggregator, RoundRules
 from fedlora.aggregation.server_optimizer import ServerOptimizer
@@ -102,7 +103,7 @@ def build_mode(federation: FederationConfig, uplink: PayloadKind | None = None) 
     agg = federation.aggregation
     mode: Mode
     if agg.kind == "mean_b":
-        mode = ProjectedMean(optimizer) if uplink == "projected" else MeanB(optimizer)
+        mode = FoldedMean(optimizer) if uplink == "projected" else MeanB(optimizer)
     elif agg.kind == "tangent":
         mode = TangentMean(optimizer)
     else:

@@ -19,7 +19,7 @@ from fedlora.aggregation.server_optimizer import ServerOptimizer
 from fedlora.aggregation.types import Float64, Outcome, State
 from fedlora.errors import InconsistentRepliesError
 from fedlora.geometry import Frames, Tangent, expand
-from fedlora.names import CORE, FRAME_IN, FRAME_OUT, LORA_B, TANGENT_IN, TANGENT_OUT, block_name
+from fedlora.names import CORE, FRAME_IN, FRAME_OUT, TANGENT_IN, TANGENT_OUT, block_name
 from fedlora.wire.payload import AdapterPayload, ModuleSpec, PayloadKind
 
 Means = Mapping[str, Float64]
@@ -116,30 +116,6 @@ class MeanB(LinearMode):
                 blocks[name] = (block + step).astype(np.float32)
             else:
                 blocks[name] = block
-        return Outcome(replace(current, blocks=blocks, notes={}), residual=0.0)
-
-
-class ProjectedMean(MeanB):
-    """Mean of lora_B-shaped updates under one shared, fresh projection: the mean update goes down again."""
-
-    kind = "mean_b"
-    uplink: PayloadKind = "projected"
-    downlink: PayloadKind = "projected"
-
-    def updates(self, means: Means) -> dict[str, Float64]:
-        """Clients sent updates of lora_B and values of the extras."""
-        return {
-            name: mean if name.endswith(block_name("", LORA_B)) else mean - self.current.blocks[name]
-            for name, mean in means.items()
-        }
-
-    def apply(self, updates: Means) -> Outcome:
-        """Return the step itself for projected blocks, new values for extras."""
-        current, blocks = self.current, {}
-        for name, block in current.blocks.items():
-            step = self._optimizer.step_block(name, np.asarray(updates[name]))
-            base = 0.0 if name.endswith(block_name("", LORA_B)) else block
-            blocks[name] = np.asarray(base + step, dtype=np.float32)
         return Outcome(replace(current, blocks=blocks, notes={}), residual=0.0)
 
 

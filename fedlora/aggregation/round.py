@@ -110,6 +110,9 @@ class Aggregator:
             recipe: this round's shared recipe, where it changes by round; the run's otherwise.
         """
         self._reset()
+        projected = self.mode.uplink == "projected"  # its recipe changes by round, its sum travels at its own rank
+        if projected:
+            recipe = current.recipe
         self._recipe = self._recipe if recipe is None else recipe
         check_payload(
             current,
@@ -117,7 +120,7 @@ class Aggregator:
             self._recipe,
             kind=self.mode.downlink,
             client="server",
-            mixed=self.mode.mixed,
+            mixed=self.mode.mixed or projected,
         )
         self.mode.begin(current)
         if self.plan is not None:
