@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from strategies.fedlora_strategy import FedLoraStrategy, RoundRecord, RunFacts
+from strategies.fedlora_strategy import FedLoraStrategy, RunFacts
+from strategies.records import RoundRecord
 from strategies.sampling import ClientSampler
 
 __all__ = ["ClientSampler", "FedLoraStrategy", "RoundRecord", "RunFacts"]

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedlora.aggregation import AggregateResult, Aggregator
 from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
 from fedlora.simulation.messages import from_record, to_record
-from fedlora.training.port import Packet, pack_request, unpack_reply
+from fedlora.training.port import pack_request, unpack_reply
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.wire import (
     AdapterPayload,
@@ -30,7 +30,9 @@ from fedlora.wire import (
     predict_size,
     to_arrays,
 )
+from strategies.records import RoundRecord, packet_bytes, plain_specs, record_of, round_metrics
 from strategies.sampling import ClientSampler
+from strategies.secure import secure_result
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,34 +57,10 @@ class RunFacts:
     timeout_seconds: float
     compression: Compression = "none"
 
-
-@dataclass
-class RoundRecord:
-    """What happened in one round, for the report; per-client entries only where the run allows them.
-
-    Attributes:
-        server_round: 1, 2, ...
-        asked: sampled clients in id order.
-        accepted: whose update was used.
-        refused: client to reason (budget or policy; its own decision).
-        rejected: client to reason (failed checks, failed training).
-        missing: asked, but no answer in time.
-        epsilon: client to what its own ledger says (binding).
-        wire_bytes_up: bytes of the answers' packed arrays and headers as they came.
-        wire_bytes_down: the same of what was sent.
-        result: the aggregate, or None if the round failed.
-    """
-
-    server_round: int
-    asked: tuple[str, ...]
-    accepted: tuple[str, ...] = ()
-    refused: dict[str, str] = field(default_factory=dict)
-    rejected: dict[str, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    epsilon: dict[str, float] = field(default_factory=dict)
-    wire_bytes_up: int = 0
-    wire_bytes_down: int = 0
-    result: AggregateResult | None = None
+    @property
+    def secure(self) -> bool:
+        """Whether the server sees only sums (`federation.secure_aggregation`)."""
+        return self.config.get("federation", {}).get("secure_aggregation", False) is True
 
 
 class FedLoraStrategy(Strategy):
@@ -120,6 +98,7 @@ class FedLoraStrategy(Strategy):
         self._home: dict[str, int] = {}
         self._sent: list[tuple[Message, tuple[str, ...]]] = []
         self._record: RoundRecord | None = None
+        self._grid: Grid | None = None
         self.set_roster(roster)
 
     def set_roster(self, roster: Mapping[int, Sequence[str]]) -> None:
@@ -138,7 +117,7 @@ class FedLoraStrategy(Strategy):
     @property
     def initial_arrays(self) -> ArrayRecord:
         """The present global adapter as Flower's arrays."""
-        return _record_of(self.payload)
+        return record_of(self.payload)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -149,6 +128,7 @@ class FedLoraStrategy(Strategy):
         del config
         self._take_arrays(arrays)
         self.aggregator.begin(self.payload, recipe=self.recipe)
+        self._grid = grid
         online = set(grid.get_node_ids())
         asked = self.sampler.draw(server_round, tuple(self._home))
         self._record = RoundRecord(server_round, asked)
@@ -184,7 +164,8 @@ class FedLoraStrategy(Strategy):
             payload=payload,
             clients=tuple(clients),
             steps=self.facts.steps,
-            reduce=self.aggregator.can_reduce and len(clients) > 1,
+            reduce=self.aggregator.can_reduce and len(clients) > 1 and not self.facts.secure,
+            withhold=self.facts.secure,
         )
 
     def aggregate_train(
@@ -203,18 +184,18 @@ class FedLoraStrategy(Strategy):
         self.rounds.append(record)
         guard = ReplyGuard(self.facts.run_id, server_round, record.asked)
         found = [reply for message in replies if (reply := self._open(message, guard, record)) is not None]
-        self._use(found, guard, record)
+        ready = self._use(found, guard, record)
         record.missing = tuple(client for client in guard.missing if client not in record.rejected)
         private = self.aggregator.plan is not None
         if private and self._sent and not found:
             raise TooFewRepliesError(
                 f"round {server_round}: no node answered ({len(self._sent)} were asked); nothing was released"
             )
-        result = self.aggregator.finish()
+        result = self._secure(ready) if self.facts.secure else self.aggregator.finish()
         record.result, record.accepted = result, result.accepted
         record.rejected.update(result.rejected)
         self.payload, self.full = result.payload, result.full
-        return _record_of(self.payload), _metrics(record, result, private)
+        return record_of(self.payload), round_metrics(record, result, private)
 
     def _open(self, message: Message, guard: ReplyGuard, record: RoundRecord) -> RoundReply | None:
         node, clients = self._sender(message)
@@ -228,7 +209,7 @@ class FedLoraStrategy(Strategy):
             record.wire_bytes_up += packet_bytes(packet)
             reply = unpack_reply(packet)
             guard.check_round(reply.run_id, reply.server_round, node)
-        except (FedLoraError, ValueError, TypeError) as error:
+        except (FedLoraError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"{node}: {type(error).__name__}: {error}"
             record.rejected.update(dict.fromkeys(clients, reason))
             _LOG.warning("round %s: %s", record.server_round, reason)
@@ -258,7 +239,21 @@ class FedLoraStrategy(Strategy):
         here = [c for sent, clients in self._sent if sent.metadata.dst_node_id == source for c in clients]
         return f"node {source}", tuple(here)
 
-    def _use(self, found: Sequence[RoundReply], guard: ReplyGuard, record: RoundRecord) -> None:
+    def _secure(self, clients: Sequence[str]) -> AggregateResult:
+        if self._grid is None:
+            raise WireError("secure aggregation needs the grid that the round was configured with")
+        return secure_result(
+            self.aggregator,
+            self._grid,
+            self._home,
+            clients,
+            run_id=self.facts.run_id,
+            server_round=self.rounds[-1].server_round,
+            timeout_seconds=self.facts.timeout_seconds,
+        )
+
+    def _use(self, found: Sequence[RoundReply], guard: ReplyGuard, record: RoundRecord) -> list[str]:
+        """Give good updates to the aggregator; return the clients that trained and withhold theirs."""
         ones = sorted((one for reply in found for one in reply.replies), key=lambda one: one.client)
         summed = {client for reply in found for client in reply.reduced_clients}
         for one in ones:
@@ -267,10 +262,11 @@ class FedLoraStrategy(Strategy):
             except WireError as error:
                 _LOG.warning("round %s: %s", record.server_round, error)
                 continue
-            self._use_one(one, one.client in summed, record)
+            self._use_one(one, one.client in summed or self.facts.secure, record)
         for reply in sorted(found, key=lambda reply: min(reply.reduced_clients, default="")):
             if reply.reduced is not None:
                 self._use_sum(reply, ones, record)
+        return [one.client for one in ones if one.status == "ok" and one.client not in record.rejected]
 
     def _use_one(self, one: ClientReply, summed: bool, record: RoundRecord) -> None:
         if self._on_reply is not None:
@@ -280,6 +276,9 @@ class FedLoraStrategy(Strategy):
         if one.status != "ok":
             reasons = record.refused if one.status == "refused" else record.rejected
             reasons[one.client] = str((one.error or {}).get("message", one.status))
+        elif self.facts.secure:
+            if one.payload is not None:
+                record.rejected[one.client] = "sent its own update although only sums were agreed; not used"
         elif one.payload is not None:
             if self.aggregator.mode.mixed:
                 self._specs[one.client] = dict(one.payload.modules)
@@ -326,7 +325,9 @@ class FedLoraStrategy(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return what is carried between rounds besides `payload` (flat: arrays and JSON scalars)."""
-        own: dict[str, Any] = {"specs": json.dumps({c: _plain(s) for c, s in sorted(self._specs.items())})}
+        own: dict[str, Any] = {
+            "specs": json.dumps({c: plain_specs(s) for c, s in sorted(self._specs.items())})
+        }
         if self.full is not None:
             own["full"], arrays = to_arrays(self.full)
             own |= {f"full/{name}": array for name, array in arrays.items()}
@@ -343,34 +344,3 @@ class FedLoraStrategy(Strategy):
         parts = {key[11:]: value for key, value in state.items() if key.startswith("aggregator/")}
         self.aggregator.restore(parts)
         self._record, self._sent = None, []
-
-
-def packet_bytes(packet: Packet) -> int:
-    """Bytes of a packet's arrays and header on the wire, without the transport's own framing."""
-    header = json.dumps(dict(packet.header), separators=(",", ":"))
-    return sum(int(array.nbytes) for array in packet.arrays.values()) + len(header.encode())
-
-
-def _plain(specs: Mapping[str, ModuleSpec]) -> dict[str, list[float]]:
-    return {m: [s.out_features, s.in_features, s.rank, s.scaling] for m, s in specs.items()}
-
-
-def _record_of(payload: AdapterPayload) -> ArrayRecord:
-    _, arrays = to_arrays(payload)
-    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
-
-
-def _metrics(record: RoundRecord, result: AggregateResult, private: bool) -> MetricRecord:
-    """Under client-level privacy who took part is not public, so no counts are given."""
-    metrics: dict[str, int | float | list[int] | list[float]] = {"residual": float(result.residual)}
-    if not private:
-        metrics |= {
-            "clients-asked": len(record.asked),
-            "clients-accepted": len(result.accepted),
-            "clients-refused": len(record.refused),
-            "clients-rejected": len(record.rejected),
-            "clients-missing": len(record.missing),
-            "uplink-bytes": record.wire_bytes_up,
-            "downlink-bytes": record.wire_bytes_down,
-        }
-    return MetricRecord(metrics)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,28 @@ def from_bf16(patterns: npt.NDArray[np.uint16]) -> Float:
     return (np.ascontiguousarray(patterns).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _is_tall(shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and shape[0] > shape[1]
+
+
 def rows_of(shape: Sequence[int]) -> int:
-    """Rows of a block, each with its own scale: the first dimension of a matrix, 1 of a vector or number."""
+    """Number of scales of a block: one a row along the shorter side of a matrix (a rank component), one a vector.
+
+    Example:
+        >>> rows_of((4096, 8)), rows_of((8, 4096)), rows_of((3,))
+        (8, 8, 1)
+    """
+    if _is_tall(shape):
+        return int(shape[1])
     return int(shape[0]) if len(shape) > 1 else 1
+
+
+def _rows(block: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    """View a block as (scales, numbers of one scale)."""
+    if _is_tall(shape):
+        return block.T
+    rows = rows_of(shape)
+    return block.reshape(rows, math.prod(shape) // max(rows, 1))
 
 
 def to_int8_rows(values: Float, rng: np.random.Generator) -> tuple[npt.NDArray[np.int8], Float]:
@@ -44,14 +64,12 @@ def to_int8_rows(values: Float, rng: np.random.Generator) -> tuple[npt.NDArray[n
     A row with a non-finite number gets a NaN scale, so that the receiver's check rejects it.
 
     Args:
-        values: float32 of any shape; rows along the first dimension (a vector is one row).
+        values: float32 of any shape; see `rows_of` for what a row is.
         rng: coins of the rounding.
 
     Returns: (codes int8 of the same shape, scales float32 (rows,)).
     """
-    rows = rows_of(values.shape)
-    columns = values.size // max(rows, 1)
-    table = np.ascontiguousarray(values, dtype=np.float32).reshape(rows, columns)
+    table = _rows(np.ascontiguousarray(values, dtype=np.float32), values.shape)
     if table.size == 0:
         return np.zeros(values.shape, dtype=np.int8), np.zeros(table.shape[0], dtype=np.float32)
     peak = np.abs(table).max(axis=1)
@@ -60,12 +78,12 @@ def to_int8_rows(values: Float, rng: np.random.Generator) -> tuple[npt.NDArray[n
     safe = np.where(usable, scales, np.float32(1.0))[:, None]
     scaled = np.where(usable[:, None], table, np.float32(0.0)) / safe
     low = np.floor(scaled)
-    codes = low + (rng.random(size=table.shape, dtype=np.float32) < scaled - low)
-    return np.clip(codes, -127, 127).astype(np.int8).reshape(values.shape), scales
+    whole = low + (rng.random(size=table.shape, dtype=np.float32) < scaled - low)
+    codes = np.clip(whole, -127, 127).astype(np.int8)
+    return np.ascontiguousarray(codes.T if _is_tall(values.shape) else codes.reshape(values.shape)), scales
 
 
 def from_int8_rows(codes: npt.NDArray[np.int8], scales: Float) -> Float:
     """Undo `to_int8_rows` up to its rounding: codes times their row's scale."""
-    rows = rows_of(codes.shape)
-    table = codes.reshape(rows, math.prod(codes.shape) // max(rows, 1)).astype(np.float32)
-    return (table * scales[:, None]).reshape(codes.shape)
+    table = _rows(codes, codes.shape).astype(np.float32) * scales[:, None]
+    return np.ascontiguousarray(table.T if _is_tall(codes.shape) else table.reshape(codes.shape))

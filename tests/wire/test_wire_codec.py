@@ -84,8 +84,11 @@ def test_bf16_keeps_nan_and_rounds_to_even():
 
 def test_int8_rounding_is_unbiased_and_biased_rounding_would_be_seen():
     row = np.array([[1.0, 0.3, -0.7, 0.011, 0.004]], dtype=np.float32)
-    payload = AdapterPayload("factors", {"m|x": np.repeat(row, 20_000, axis=0)}, {}, None, "base")
+    payload = AdapterPayload(
+        "factors", {"m|x": np.repeat(row, 20_000, axis=0).reshape(1, -1)}, {}, None, "base"
+    )
     back = from_arrays(*to_arrays(payload, compression="int8", rng=np.random.default_rng(3))).blocks["m|x"]
+    back = back.reshape(-1, 5)
     mean = back.astype(np.float64).mean(axis=0)
     scale = 1.0 / 127
     assert np.all(np.abs(mean - row[0]) < 5 * scale / np.sqrt(20_000))
@@ -95,11 +98,13 @@ def test_int8_rounding_is_unbiased_and_biased_rounding_would_be_seen():
 
 
 def test_int8_marks_non_finite_rows_for_the_check():
-    block = np.array([[1.0, np.nan], [1.0, 2.0]], dtype=np.float32)
-    payload = AdapterPayload("factors", {"m|x": block}, {}, None, "base")
-    back = from_arrays(*to_arrays(payload, compression="int8")).blocks["m|x"]
-    assert np.isnan(back[0]).all()
-    assert np.isfinite(back[1]).all()
+    wide = np.array([[1.0, np.nan, 3.0], [1.0, 2.0, 3.0]], dtype=np.float32)
+    for block in (wide, wide.T.copy()):
+        payload = AdapterPayload("factors", {"m|x": block}, {}, None, "base")
+        back = from_arrays(*to_arrays(payload, compression="int8")).blocks["m|x"]
+        back = back if block is wide else back.T
+        assert np.isnan(back[0]).all()
+        assert np.isfinite(back[1]).all()
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
