@@ -6,7 +6,7 @@ tasks). Everything is closed here unless it is listed:
 
 | path | who |
 |---|---|
-| /v1/fleet/... | anyone; Flower checks the node's signature and registration; bodies are bounded |
+| /v1/fleet/... | anyone, once the allowed keys are registered; Flower checks each node's signature |
 | /v1/control/... | this machine only, and only with the operator's token |
 | /v1/runtime/... | this machine only (the server's own processes) |
 | /health... | this machine only |
@@ -18,6 +18,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -40,9 +41,15 @@ class BodyTooLargeError(Exception):
 class Gate:
     """ASGI middleware: closed by default."""
 
-    def __init__(self, app: App, *, token: str, max_body: int = DEFAULT_MAX_BODY) -> None:
-        """Keep the inner application, the operator's token and the limit."""
+    def __init__(
+        self, app: App, *, token: str, max_body: int = DEFAULT_MAX_BODY, open_file: str | None = None
+    ) -> None:
+        """Keep the inner application, the operator's token and the limit.
+
+        Until `open_file` exists, nodes are asked to come back: the allowed keys are not registered yet.
+        """
         self._app, self._max_body = app, max_body
+        self._open_file = open_file
         self._expected = f"Bearer {token}".encode()
         self.refused: dict[str, int] = {}
 
@@ -60,7 +67,18 @@ class Gate:
             self._count(reason, scope)
             await _refuse(send, 403, reason)
             return
+        if not self._is_open(str(scope["path"])):
+            await _refuse(send, 503, "starting; come back in a moment")
+            return
         await self._bounded(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        if self._open_file is None or not path.startswith(FLEET):
+            return True
+        if not os.path.exists(self._open_file):
+            return False
+        self._open_file = None
+        return True
 
     def _reason(self, scope: Scope) -> str | None:
         """Return why a request is refused, or None."""

@@ -21,7 +21,7 @@ from fedlora.cli.metrics import Registry
 from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate
 from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
 from fedlora.cli.state import AuditLog, StateFile
-from fedlora.cli.superlink import ENV_CONTROL_TOKEN
+from fedlora.cli.superlink import ENV_CONTROL_TOKEN, ENV_OPEN_FILE
 from fedlora.config import FedLoraConfig, config_container, config_from_container, save_resolved
 from fedlora.errors import CheckpointError, DeploymentError, FedLoraError
 
@@ -198,7 +198,10 @@ class ServerRole:
             *("--enable-supernode-auth", "--host", plan.host, "--port", str(plan.port)),
             *("--database", str(state / "superlink.db"), "--disable-runtime-dependency-installation"),
         ]
-        environment = child_environment({ENV_CONTROL_TOKEN: str(state / "control.token")}, state / "flower")
+        gate = state / "gate.open"
+        gate.unlink(missing_ok=True)
+        places = {ENV_CONTROL_TOKEN: str(state / "control.token"), ENV_OPEN_FILE: str(gate)}
+        environment = child_environment(places, state / "flower")
         self._child = Child(
             "superlink", command, environment=environment, folder=state / "empty", log=state / "superlink.log"
         )
@@ -209,6 +212,7 @@ class ServerRole:
         self._control.wait_until_ready(START_SECONDS, lambda: child.poll() is None)
         self._allow_seen = None
         self._sync_keys()
+        gate.touch()
         self._state.update(status="serving", run_id=self.run_id, port=plan.port, superlink_pid=child.pid)
         self._audit.write("superlink started", port=plan.port, restarts=self._restarts)
 

@@ -15,11 +15,16 @@ from fedlora.cli.gate import Gate
 from fedlora.errors import DeploymentError
 
 ENV_CONTROL_TOKEN = "FEDLORA_CONTROL_TOKEN_FILE"  # noqa: S105 - a name, not a token
+ENV_OPEN_FILE = "FEDLORA_GATE_OPEN_FILE"
 FLOWER_VERSION = "1.42."
 
 
-def install_gate(token: str) -> None:
+def install_gate(token: str, open_file: str | None = None) -> None:
     """Make every SuperLink of this process start behind the gate.
+
+    Args:
+        token: the operator's token.
+        open_file: nodes are let in once this file exists; None lets them in at once.
 
     Raises:
         DeploymentError: if Flower's version or hook is not the expected one.
@@ -38,7 +43,7 @@ def install_gate(token: str) -> None:
     inner = extensions.get_middleware
 
     def with_gate() -> tuple[Any, ...]:
-        return (Middleware(Gate, token=token), *inner())
+        return (Middleware(Gate, token=token, open_file=open_file), *inner())
 
     extensions.get_middleware = with_gate
 
@@ -54,7 +59,7 @@ def main() -> None:
     os.environ.pop(
         "FORWARDED_ALLOW_IPS", None
     )  # or a proxy header could pass another machine off as this one
-    install_gate(token)
+    install_gate(token, os.environ.get(ENV_OPEN_FILE))
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
     flower_superlink()

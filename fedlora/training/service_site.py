@@ -153,7 +153,7 @@ class SiteShelf:
         if client not in self._open:
             rows, index = self._read(), parts[client]
             index = index if self._bound is None else self._bound(rows, index)
-            self._open[client] = LazyRecords(task, rows.subset(index))
+            self._open[client] = LazyRecords(rows=rows, indices=index, task=task)
         return self._open[client]
 
     def _read(self) -> Rows:

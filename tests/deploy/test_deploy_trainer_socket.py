@@ -55,7 +55,9 @@ def client(place: Path, **changes: object) -> SocketPort:
 
 def test_packets_go_through_unchanged(place: Path) -> None:
     service = start(place, Echo())
-    packet = Packet({"op": "x", "n": 3}, {"a": np.arange(300_000, dtype=np.float32), "e": np.zeros((0, 4), np.int8)})
+    packet = Packet(
+        {"op": "x", "n": 3}, {"a": np.arange(300_000, dtype=np.float32), "e": np.zeros((0, 4), np.int8)}
+    )
     answer = client(place).exchange(packet)
     service.stop()
     assert answer.header == packet.header

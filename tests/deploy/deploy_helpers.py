@@ -1,0 +1,256 @@
+"""A whole federation on the loopback: tiny model, sites with data, keys, certificates, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedlora.cli import keyring, pki
+from fedlora.cli.processes import descendants, end_all, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["red", "blue", "green", "fast", "slow", "big", "small", "up", "down", "left", "right", "old", "new"]
+
+
+def write_model(folder: Path) -> Path:
+    """Write a random BERT with a word-level tokenizer; the same bytes each time."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, count: int, seed: int) -> Path:
+    """Write rows whose label is told by the first word."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        words = [draw.choice(WORDS) for _ in range(6)]
+        lines.append(
+            json.dumps({"text": " ".join(words), "label": "warm" if words[0] in WORDS[:6] else "cold"})
+        )
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+RUN = """\
+schema: 1
+run: {{name: demo, seed: 1, dir: {runs}}}
+model: {{name_or_path: {model}, task: sequence-classification, num_labels: 2}}
+adapter: {{rank: 2, lora_alpha: 4, target_modules: [query, value], modules_to_save: [classifier]}}
+data:
+  source: {{kind: file, paths: [{public}]}}
+  columns: {{text: text, label: label}}
+  labels: [cold, warm]
+  max_length: 16
+  name: words-2026
+  public_eval: {{source: {{kind: file, paths: [{public}]}}}}
+mechanism: {{kind: lora_fa}}
+privacy:
+  unit: record
+  adjacency: add_or_remove
+  noise_multiplier: 1.0
+  target_delta: 1.0e-4
+  max_grad_norm: 1.0
+  group_weights: equal
+  budget: {{epsilon: 20.0, delta: 1.0e-4, on_exhausted: refuse}}
+  noise_source: os
+training:
+  expected_batch_size: 8
+  nominal_records: 64
+  steps_per_round: 2
+  optimizer: {{kind: sgd, lr: 0.1}}
+federation:
+  rounds: {rounds}
+  clients_per_round: all
+  min_replies: 2
+  round_timeout_seconds: {timeout}
+  aggregation: {{kind: mean_b}}
+deployment: {{superlink: "127.0.0.1:{port}", expected_clients: {expected}}}
+"""
+
+SITE = """\
+schema: 1
+site: {{name: {name}, identity_key: keys/identity.pem}}
+socket: {{path: {socket}/s, token_file: {socket}/token}}
+data:
+  source: {{kind: file, paths: [records.jsonl]}}
+  columns: {{text: text, label: label}}
+  name: words-2026
+ledger: {{url: ledger.db, secret_file: keys/ledger.secret}}
+budget: {{epsilon: 20.0, delta: 1.0e-4, adjacency: add_or_remove, unit: record, on_exhausted: refuse}}
+policy:
+  mechanisms: [lora_fa]
+  min_noise_multiplier: 0.9
+  max_rounds: 20
+  max_steps_per_round: 4
+  base_models: []
+operations: {{audit_log: audit.jsonl}}
+"""
+
+
+@dataclass
+class Federation:
+    """Folders, files and running processes of one test federation."""
+
+    root: Path
+    rounds: int = 2
+    timeout: float = 300.0
+    sites: tuple[str, ...] = ("site-a", "site-b", "site-c")
+    port: int = field(default_factory=free_port)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def make(self) -> Federation:
+        """Write model, data, certificates, keys, configurations."""
+        model = write_model(self.root / "model")
+        public = write_rows(self.root / "public.jsonl", 40, 99)
+        pki.make_ca(self.root / "certs")
+        pki.issue_server(self.root / "certs", ["localhost", "127.0.0.1"])
+        run = RUN.format(
+            runs=self.root / "runs",
+            model=model,
+            public=public,
+            rounds=self.rounds,
+            timeout=self.timeout,
+            port=self.port,
+            expected=len(self.sites),
+        )
+        (self.root / "run.yaml").write_text(run)
+        allow = keyring.AllowList(self.root / "allow.json", {})
+        for number, name in enumerate(self.sites):
+            self.make_site(name, number)
+            allow.allow(name, self.root / name / "keys" / f"{name}.pub")
+        allow.save()
+        return self
+
+    def make_site(self, name: str, number: int) -> Path:
+        """Write one site's folder (its socket lies in a short path of its own)."""
+        folder = self.root / name
+        folder.mkdir()
+        keyring.new_deployment_key(folder / "keys", name)
+        keyring.new_identity_key(folder / "keys" / "identity.pem")
+        write_rows(folder / "records.jsonl", 60 + number, number)
+        socket = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
+        socket.mkdir(mode=0o700, exist_ok=True)
+        (folder / "site.yaml").write_text(SITE.format(name=name, socket=socket))
+        return folder
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start one fedlora command in the root folder; output goes to NAME.log."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        log = (self.root / f"{name}.log").open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedlora.cli.main", *arguments],
+            cwd=self.root,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        log.close()
+        self.processes[name] = process
+        return process
+
+    def start_server(self, *more: str) -> subprocess.Popen[bytes]:
+        """Start the server."""
+        return self.start("server", "server", "run.yaml", *more)
+
+    def start_site(self, name: str) -> subprocess.Popen[bytes]:
+        """Start one site's client together with its trainer."""
+        site = f"{name}/site.yaml"
+        connection = ["--superlink", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt"]
+        own = ["--key", f"{name}/keys/{name}", "--state", f"{name}/state", "--with-trainer", site]
+        return self.start(name, "client", *connection, *own)
+
+    def log(self, name: str) -> str:
+        """Return the log of one command."""
+        return (self.root / f"{name}.log").read_text(errors="replace")
+
+    def state(self) -> dict[str, Any]:
+        """Return the server's state file."""
+        try:
+            return json.loads((self.root / "server-state" / "state.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def run_folder(self) -> Path:
+        """Return the folder of the only run."""
+        return next((self.root / "runs").iterdir())
+
+    def rounds_done(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl."""
+        found = sorted((self.root / "runs").glob("*/metrics.jsonl")) if (self.root / "runs").exists() else []
+        lines = found[-1].read_text().splitlines() if found else []
+        return [json.loads(line) for line in lines]
+
+    def kill(self, name: str) -> None:
+        """End one command and everything below it with SIGKILL, as a power cut does."""
+        process = self.processes[name]
+        family = [process.pid, *descendants(process.pid)]
+        for pid in family:
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue
+        process.wait(10)
+
+    def stop(self) -> None:
+        """End everything."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + 20
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                end_all([process.pid, *descendants(process.pid)])
+        for socket in Path("/tmp").glob(f"fl-{os.getpid()}-{self.port}-*"):
+            for file in socket.iterdir():
+                file.unlink()
+            socket.rmdir()
+
+
+def wait_for(what: str, condition: Any, seconds: float, federation: Federation | None = None) -> Any:
+    """Poll until a condition is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.25)
+    logs = ""
+    if federation is not None:
+        for log in sorted(federation.root.rglob("*.log")):
+            logs += f"\n--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+    raise AssertionError(f"{what}: not within {seconds} s{logs}")

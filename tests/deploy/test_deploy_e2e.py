@@ -1,0 +1,168 @@
+"""A real federation on the loopback: TLS, node keys, three sites, a kill -9, an unknown key, ledgers."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import dp_accounting
+import pytest
+from deploy_helpers import Federation, wait_for
+from dp_accounting import pld
+
+from fedlora.cli import keyring
+from fedlora.errors import AuthenticationError
+from fedlora.ledger import Account, load_secret, open_ledger
+
+SIGMA, RATE, STEPS, DELTA = 1.0, 8 / 64, 2, 1e-4
+
+
+def true_epsilon(steps: int) -> float:
+    """Epsilon of so many steps, by dp_accounting alone."""
+    accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    event = dp_accounting.PoissonSampledDpEvent(RATE, dp_accounting.GaussianDpEvent(SIGMA))
+    accountant.compose(event, steps)
+    return float(accountant.get_epsilon(DELTA))
+
+
+def spent(federation: Federation, site: str) -> tuple[float, list[tuple[int, str, int]]]:
+    """Return (epsilon, rounds as (round, state, steps)) of one site's own ledger."""
+    folder = federation.root / site
+    secret = load_secret(folder / "keys" / "ledger.secret")
+    with open_ledger(folder / "ledger.db", secret=secret, read_only=True) as ledger:
+        report = ledger.report(Account(site, "words-2026"))
+    return report.epsilon, [(row.server_round, row.state, row.steps) for row in report.rounds]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    made = Federation(tmp_path_factory.mktemp("federation"), rounds=2, timeout=75.0).make()
+    made.start_server()
+    for site in made.sites:
+        made.start_site(site)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def finished(federation: Federation) -> Federation:
+    """The run after two rounds, one client killed in the second, one stranger turned away."""
+    ready = wait_for("server", lambda: federation.state().get("status") == "running", 180, federation)
+    assert ready
+    stranger(federation)
+    wait_for("round 1", lambda: len(federation.rounds_done()) >= 2, 300, federation)
+    federation.kill("site-c")
+    server = federation.processes["server"]
+    wait_for("the run's end", lambda: server.poll() is not None, 300, federation)
+    return federation
+
+
+def stranger(federation: Federation) -> None:
+    """Start a client whose key nobody allowed."""
+    federation.make_site("site-x", 9)
+    key = ["--key", "site-x/keys/site-x", "--state", "site-x/state"]
+    connection = ["--superlink", f"127.0.0.1:{federation.port}", "--ca", "certs/ca.crt"]
+    place = ["--trainer-socket", "none", "--token", "none"]
+    federation.start("stranger", "client", *connection, *key, *place, "--json")
+
+
+@pytest.fixture(scope="module")
+def answers(federation: Federation) -> dict[str, int]:
+    """What someone who holds nothing but the CA certificate gets from the server's port."""
+    wait_for("server", lambda: federation.state().get("status") == "running", 180, federation)
+    trust = ssl.create_default_context(cafile=str(federation.root / "certs" / "ca.crt"))
+    found = {}
+    for path in (
+        "/v1/control/start-run",
+        "/v1/control/register-node",
+        "/v1/control/list-runs",
+        "/v1/fleet/../control/start-run",
+        "//v1/control/start-run",
+        "/docs",
+        "/openapi.json",
+    ):
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{federation.port}{path}",
+            data=b"",
+            headers={"Content-Type": "application/x-protobuf", "Authorization": "Bearer " + "0" * 64},
+        )
+        try:
+            with urllib.request.urlopen(request, context=trust, timeout=10) as answer:
+                found[path] = answer.status
+        except urllib.error.HTTPError as error:
+            found[path] = error.code
+    return found
+
+
+def test_the_ca_certificate_alone_opens_nothing(answers: dict[str, int]) -> None:
+    assert len(answers) == 7
+    assert set(answers.values()) <= {401, 403, 404}, answers
+
+
+def test_a_run_survives_a_killed_client(finished: Federation) -> None:
+    assert finished.processes["server"].returncode == 0, finished.log("server")[-2000:]
+    rounds = {line["round"]: line for line in finished.rounds_done()}
+    assert rounds[1]["status"] == "ok"
+    assert rounds[1]["accepted"] == 3
+    assert rounds[2]["status"] == "ok"
+    assert rounds[2]["accepted"] in {2, 3}
+    assert "finished" in finished.log("server")
+
+
+def test_the_other_clients_ledgers_are_right(finished: Federation) -> None:
+    for site in ("site-a", "site-b"):
+        epsilon, rounds = spent(finished, site)
+        assert rounds == [(1, "committed", STEPS), (2, "committed", STEPS)]
+        assert epsilon == pytest.approx(true_epsilon(2 * STEPS), rel=0.02)
+        assert epsilon >= true_epsilon(2 * STEPS) * (1 - 1e-3)
+
+
+def test_h13_the_killed_clients_spend_is_never_below_the_truth(finished: Federation) -> None:
+    epsilon, rounds = spent(finished, "site-c")
+    assert rounds[0] == (1, "committed", STEPS)
+    assert epsilon >= true_epsilon(STEPS * len(rounds)) * (1 - 1e-3)
+
+
+def test_h33_an_unknown_key_is_refused_in_one_line_with_its_exit_code(finished: Federation) -> None:
+    process = finished.processes["stranger"]
+    wait_for("the refusal", lambda: process.poll() is not None, 120, finished)
+    assert process.returncode == AuthenticationError.exit_code
+    log = finished.log("stranger")
+    lines = [line for line in log.splitlines() if line.startswith("fedlora: ")]
+    assert len(lines) == 1
+    assert "does not know this key" in lines[0]
+    assert "Traceback" not in log
+    record = json.loads(next(line for line in log.splitlines() if line.startswith("{")))
+    assert record["error"] == "AuthenticationError"
+    _, fingerprint = keyring.read_public(finished.root / "site-x" / "keys" / "site-x.pub")
+    assert fingerprint in record["message"]
+
+
+def test_audit_logs_tell_what_happened_and_hold_no_records(finished: Federation) -> None:
+    text = (finished.root / "site-a" / "audit.jsonl").read_text()
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert [entry["round"] for entry in entries if entry["what"] == "round"] == [1, 2]
+    words = (finished.root / "site-a" / "records.jsonl").read_text().split('"')[3]
+    assert words not in text
+    server = [json.loads(line)["what"] for line in (finished.root / "server-state" / "audit.jsonl").open()]
+    assert server.count("site registered") == 3
+    assert server[-1] == "run finished"
+
+
+def test_nothing_is_left_running(finished: Federation) -> None:
+    finished.stop()
+    left = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(finished.root) in command:
+            left.append(command)
+    assert left == []
