@@ -91,7 +91,8 @@ class AdaptedModel:
         if payload.kind == "lora_b":
             if payload.recipe != self.recipe.sha256:
                 raise LayoutMismatchError(
-                    f"module {name}: lora_A recipe {str(payload.recipe)[:12]}; this side drew {self.recipe.sha256[:12]}; "
+                    f"module {name}: lora_A recipe {str(payload.recipe)[:12]}; this side drew "
+                    f"{self.recipe.sha256[:12]}; "
                     "use the same seed, ranks and fedlora version"
                 )
             return self.recipe.draw(name), blocks[block_name(name, LORA_B)]

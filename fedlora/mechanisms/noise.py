@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from fedlora.mechanisms.stages import ClippedSum, Metric, NoisyUpdate
 
 _REKEY_BYTES: Final = 2**30
 _ZEROS: Final = memoryview(bytes(2**22))
+_CHUNK: Final = 2**14
 
 
 @runtime_checkable
@@ -51,6 +52,11 @@ class _Keystream:
     def words(self, count: int) -> npt.NDArray[np.uint64]:
         """Return `count` uniform 64-bit words."""
         out = np.empty(count, dtype=np.uint64)
+        self.fill(out)
+        return out
+
+    def fill(self, out: npt.NDArray[Any]) -> None:
+        """Overwrite a contiguous array with uniform bytes."""
         view = out.view(np.uint8).data
         with self._lock:
             done = 0
@@ -59,7 +65,6 @@ class _Keystream:
                 self._ready(size).update_into(_ZEROS[:size], view[done : done + size])
                 self._left -= size
                 done += size
-        return out
 
     def _ready(self, size: int) -> CipherContext:
         if self._context is None or self._left < size or self._pid != os.getpid():
@@ -78,11 +83,18 @@ class OsNoise:
 
     def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return (count,) standard Gaussians."""
-        half = (count + 1) // 2
-        words = torch.from_numpy(_STREAM.words(2 * half).view(np.int64))
-        if device.type == "cuda":
-            words = words.pin_memory()
+        if device.type == "cpu":
+            out = torch.empty(count, dtype=dtype)
+            for part in torch.split(out, _CHUNK):  # small enough for the processor's cache
+                part.copy_(box_muller(torch.from_numpy(_even_words(part.shape[0])))[: part.shape[0]])
+            return out
+        words = torch.empty(count + count % 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        _STREAM.fill(words.numpy())
         return box_muller(words.to(device, non_blocking=True))[:count].to(dtype)
+
+
+def _even_words(count: int) -> npt.NDArray[np.int64]:
+    return _STREAM.words(count + count % 2).view(np.int64)
 
 
 def box_muller(words: torch.Tensor) -> torch.Tensor:

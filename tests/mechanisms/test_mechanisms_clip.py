@@ -53,7 +53,7 @@ def test_one_record_moves_its_clients_sum_by_at_most_c(number, scale, weight, se
     flat = scale * torch.randn(number + 1, TABLE.size, generator=torch.Generator().manual_seed(seed))
     full = clip_and_sum(gradients(flat, [number + 1], m), TABLE, m, 0.7).blocks
     less = clip_and_sum(gradients(flat[1:], [number], m), TABLE, m, 0.7).blocks
-    moved = {g: 0.0 for g in m.group_weights}
+    moved = dict.fromkeys(m.group_weights, 0.0)
     for name in TABLE.shapes:
         moved[GROUPS[name]] += (
             float((full[name] - less[name]).double().square().sum()) * m.group_weights[GROUPS[name]] ** 2

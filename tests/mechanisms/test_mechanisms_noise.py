@@ -100,7 +100,7 @@ def test_h23_the_experiment_seed_does_not_reach_the_noise(seed):
     draws = []
     for _ in range(3):
         torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
         draws.append(draw_gaussians([OsNoise(), OsNoise()], 64, CPU, torch.float64))
     rows = torch.cat(draws)
     assert len({tuple(row.tolist()) for row in rows}) == 6
