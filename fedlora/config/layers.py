@@ -59,7 +59,7 @@ def read_text(text: str, name: str) -> tuple[Layer, list[Problem]]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         loaded = OmegaConf.create(text) if node is not None else OmegaConf.create({})
     except yaml.YAMLError as error:
-        return empty, [_yaml_problem(error, name)]
+        return empty, [_yaml_problem(error, name, text)]
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         return empty, [Problem(name, f"cannot be parsed: {str(error).splitlines()[0]}")]
     if not isinstance(loaded, DictConfig) or not isinstance(node, yaml.MappingNode | None):
@@ -76,10 +76,13 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
 
 
-def _yaml_problem(error: yaml.YAMLError, name: str) -> Problem:
+def _yaml_problem(error: yaml.YAMLError, name: str, text: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    text = getattr(error, "problem", None) or "not valid YAML"
-    return Problem(name, f"not valid YAML: {text}", f"{name}:{mark.line + 1}" if mark is not None else "")
+    reason = getattr(error, "problem", None) or "cannot be parsed"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    hint = "; quote ??? and ${...} inside braces" if "???" in line or "${" in line else ""
+    return Problem(name, f"not valid YAML: {reason}{hint}", f"{name}:{mark.line + 1}" if mark is not None else "")
 
 
 def _walk_marks(node: yaml.Node, path: Path, lines: dict[Path, int], name: str) -> Iterator[Problem]:
