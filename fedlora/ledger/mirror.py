@@ -44,7 +44,7 @@ class MirrorFlag:
     """One difference. `code` is stable; `text` names figures.
 
     Codes: bad-signature, key-changed, unreadable (the receipt was not taken); rollback,
-    another-ledger, lower-epsilon, event-differs, steps-differ, second-release, terms-changed
+    another-ledger, missing-events, lower-epsilon, event-differs, steps-differ, second-release, terms-changed
     (it was taken and the difference is reported).
     """
 
@@ -251,21 +251,20 @@ class Mirror:
                 "rollback",
                 f"the client's ledger ends at entry {seq}; entry {known} is known: an older copy is in use",
             )
-        elif receipt.num_events < newest.num_events:
-            flag(
-                "rollback",
-                f"the client's ledger counts {receipt.num_events} steps; {newest.num_events} are known",
-            )
 
     def _compare_figure(self, receipt: Receipt) -> list[MirrorFlag]:
         account = Account(receipt.client, receipt.dataset)
-        known = self._figure(self._charges(account, with_unanswered=False), receipt.delta, receipt.adjacency)
-        if receipt.epsilon >= known * (1.0 - TOLERANCE) - TOLERANCE:
-            return []
-        text = (
-            f"claimed epsilon {receipt.epsilon:.6g} is below {known:.6g}, which follows from its own receipts"
-        )
-        return [MirrorFlag(receipt.client, receipt.dataset, "lower-epsilon", text)]
+        charges = self._charges(account, with_unanswered=False)
+        flags = []
+        steps = sum(count for _, count in charges.values())
+        if receipt.num_events < steps:
+            text = f"the client's ledger counts {receipt.num_events} steps; its own receipts add up to {steps}"
+            flags.append(MirrorFlag(receipt.client, receipt.dataset, "missing-events", text))
+        known = self._figure(charges, receipt.delta, receipt.adjacency)
+        if not receipt.epsilon >= known * (1.0 - TOLERANCE) - TOLERANCE:
+            text = f"claimed epsilon {receipt.epsilon:.6g} is below {known:.6g}, which follows from its own receipts"
+            flags.append(MirrorFlag(receipt.client, receipt.dataset, "lower-epsilon", text))
+        return flags
 
     def _charges(
         self, account: Account, *, with_unanswered: bool

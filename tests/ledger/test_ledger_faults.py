@@ -205,7 +205,12 @@ def test_corrupted_page_is_never_read_as_less(path: Path, page: int, fill: int) 
     with path.open("r+b") as stream:
         stream.seek((page - 1) * size + 40)
         stream.write(bytes([fill]) * (size - 40))
-    with pytest.raises(LedgerError), open_ledger(path, secret=SECRET) as ledger:
+    with pytest.raises(LedgerError):
+        read_whole(path)
+
+
+def read_whole(path: Path) -> None:
+    with open_ledger(path, secret=SECRET) as ledger:
         assert ledger.report(SITE).num_events == 48
         ledger.verify()
 
@@ -459,12 +464,17 @@ def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
                 while True:
                     stream.write(b"\0" * 4096)
                     stream.flush()
-            granted = 0
-            with pytest.raises(LedgerError, match="full|cannot be") as caught:
-                for number in range(2, 400):
+            granted, caught = 0, None
+            for number in range(2, 400):
+                try:
                     spend(ledger, number)
-                    granted += 1
-            assert not isinstance(caught.value, LedgerIntegrityError)
+                except LedgerError as error:
+                    caught = error
+                    break
+                granted += 1
+            assert caught is not None
+            assert "full" in str(caught) or "cannot be" in str(caught)
+            assert not isinstance(caught, LedgerIntegrityError)
             assert ledger.report(SITE).num_events >= 4 * (granted + 1)
             ballast.unlink()
             spend(ledger, 1000)

@@ -47,7 +47,7 @@ def true_epsilon(released: tuple[tuple[int, int], ...]) -> float:
     return float(accountant.get_epsilon(BUDGET.delta))
 
 
-class Crash(Exception):  # noqa: N818
+class Crash(Exception):
     """The process dies here."""
 
 
@@ -168,7 +168,9 @@ class Machine(RuleBasedStateMachine):
         self.restart()
 
     @rule(
-        where=st.sampled_from(["before", "after", "anchor"]), number=st.integers(1, 12), event=st.integers(0, 2)
+        where=st.sampled_from(["before", "after", "anchor"]),
+        number=st.integers(1, 12),
+        event=st.integers(0, 2),
     )
     def crash_while_reserving(self, where: str, number: int, event: int) -> None:
         insert = Journal._insert
@@ -190,7 +192,10 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def crash_while_committing(self, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from([item for item in self.open if item["noised"]]))
-        with mock.patch.object(Journal, "_insert", staticmethod(mock.Mock(side_effect=Crash))), pytest.raises(Crash):
+        with (
+            mock.patch.object(Journal, "_insert", staticmethod(mock.Mock(side_effect=Crash))),
+            pytest.raises(Crash),
+        ):
             self.ledgers[item["who"]].commit(
                 [(item["reservation"], item["noised"], EVENTS[item["event"]], "")]
             )
@@ -222,5 +227,9 @@ TestLedgerMachine.settings = settings(
 @pytest.mark.long
 class TestLedgerMachineLong(Machine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(
-        max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        max_examples=250,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
     )
