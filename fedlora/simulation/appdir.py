@@ -28,11 +28,13 @@ def find_app_dir() -> Path:
 
 
 def code_hash(app_dir: Path) -> str:
-    """Return sha256 (hex) over the app's Python files and the library's version."""
+    """Return sha256 (hex) over the Python files of the app and of the library that runs here."""
     digest = hashlib.sha256(fedlora.__version__.encode())
-    for name in _PACKAGES:
-        for path in sorted((app_dir / name).rglob("*.py")):
-            digest.update(str(path.relative_to(app_dir)).encode() + b"\0" + path.read_bytes())
+    library = Path(fedlora.__file__).resolve().parent
+    roots = [(app_dir / name, app_dir) for name in _PACKAGES] + [(library, library.parent)]
+    for root, base in roots:
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(base)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

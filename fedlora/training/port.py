@@ -11,43 +11,54 @@ relay -> PacketPort.exchange(packet) -> ... -> serve_packet(trainer, packet) -> 
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from fedlora.errors import FedLoraError, PayloadTooLargeError, SchemaVersionError, WireError
+from fedlora.errors import DataError, FedLoraError, SchemaVersionError, WireError
 from fedlora.names import WIRE_SCHEMA
+from fedlora.training.packets import (
+    DEFAULT_MAX_BYTES,
+    PREFIX_BYTES,
+    AnyArray,
+    Packet,
+    decode_packet,
+    encode_packet,
+    packet_length,
+)
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.wire.codec import Compression, from_arrays, to_arrays
 from fedlora.wire.payload import AdapterPayload
-
-_MAGIC: Final = b"FLRP"
-_PREFIX: Final = struct.Struct(">4sIQ")
-_DTYPES: Final = frozenset({"float32", "float64", "float16", "uint16", "uint8", "int8", "int32", "int64"})
-DEFAULT_MAX_BYTES: Final = 1_100_000_000
-"""Largest packet that `decode_packet` accepts unless told otherwise, in bytes."""
 
 HELLO: Final = "hello"
 ROUND: Final = "round"
 SECAGG: Final = "secagg"
 FAILURE: Final = "failure"
-
-AnyArray = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Packet:
-    """PUBLIC (or already released). A JSON header and its arrays by name."""
-
-    header: Mapping[str, Any]
-    arrays: Mapping[str, AnyArray] = field(default_factory=dict)
+__all__ = [
+    "DEFAULT_MAX_BYTES",
+    "PREFIX_BYTES",
+    "Hello",
+    "LocalPort",
+    "Packet",
+    "PacketPort",
+    "TrainerPort",
+    "decode_packet",
+    "encode_packet",
+    "error_record",
+    "failure_packet",
+    "hello_packet",
+    "pack_hello",
+    "pack_reply",
+    "pack_request",
+    "packet_length",
+    "serve_packet",
+    "unpack_hello",
+    "unpack_reply",
+    "unpack_request",
+    "where_it_failed",
+]
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,15 @@ class PacketPort(Protocol):
 def error_record(error: BaseException) -> dict[str, Any]:
     """Describe an error for the wire: class, exit code and message of fedlora's own errors only.
 
-    Messages of foreign exceptions may quote records, so only their class name travels.
+    Messages of foreign exceptions may quote records, and fedlora's own about data name files and rows:
+    of both only the class name travels.
     """
+    if isinstance(error, DataError):
+        return {
+            "error": type(error).__name__,
+            "exit_code": error.exit_code,
+            "message": "records cannot be used; details are in the trainer's own log",
+        }
     if isinstance(error, FedLoraError):
         return {"error": type(error).__name__, "exit_code": error.exit_code, "message": str(error)}
     return {
@@ -261,82 +279,6 @@ class LocalPort:
         return serve_packet(self.trainer, packet)
 
 
-def encode_packet(packet: Packet) -> bytes:
-    """Encode a packet as bytes: magic, header length, total length, JSON header, raw arrays."""
-    chunks: list[bytes] = []
-    specs: list[dict[str, Any]] = []
-    for name, array in packet.arrays.items():
-        if array.dtype.name not in _DTYPES:
-            raise WireError(f"packet: dtype {array.dtype.name} does not travel; allowed: {sorted(_DTYPES)}")
-        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        chunks.append(little.tobytes())
-        specs.append({"name": name, "dtype": array.dtype.name, "shape": list(array.shape)})
-    text = json.dumps({"header": dict(packet.header), "arrays": specs}, allow_nan=False).encode()
-    body = b"".join(chunks)
-    return b"".join([_PREFIX.pack(_MAGIC, len(text), len(body)), text, body])
-
-
-PREFIX_BYTES: Final = _PREFIX.size
-"""Length of the fixed prefix that starts every encoded packet."""
-
-
-def packet_length(prefix: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> int:
-    """Return how many bytes follow the prefix (for readers of a stream).
-
-    Raises:
-        WireError: if the prefix is not fedlora's.
-        PayloadTooLargeError: if the packet is larger than `max_bytes`.
-    """
-    if len(prefix) != _PREFIX.size:
-        raise WireError(f"packet: prefix of {len(prefix)} bytes; {_PREFIX.size} needed")
-    magic, header_bytes, body_bytes = _PREFIX.unpack(prefix)
-    if magic != _MAGIC:
-        raise WireError("packet: not a fedlora packet (wrong first bytes)")
-    total = int(header_bytes) + int(body_bytes)
-    if total > max_bytes:
-        raise PayloadTooLargeError(f"packet: {total} bytes; limit {max_bytes}; raise max_payload_bytes")
-    return total
-
-
-def decode_packet(data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Packet:
-    """Decode a packet; every length is checked before anything is read.
-
-    Raises:
-        WireError: if the bytes are cut short, too long or malformed.
-        PayloadTooLargeError: if they are more than `max_bytes`.
-    """
-    total = packet_length(data[: _PREFIX.size], max_bytes)
-    if len(data) != _PREFIX.size + total:
-        raise WireError(f"packet: {len(data) - _PREFIX.size} bytes after the prefix; {total} announced")
-    _, header_bytes, _ = _PREFIX.unpack(data[: _PREFIX.size])
-    try:
-        record = json.loads(data[_PREFIX.size : _PREFIX.size + header_bytes])
-        header, specs = dict(record["header"]), list(record["arrays"])
-        arrays = _read_arrays(specs, memoryview(data)[_PREFIX.size + header_bytes :])
-    except (ValueError, KeyError, TypeError) as problem:
-        raise WireError(f"packet: malformed header ({type(problem).__name__})") from None
-    return Packet(header, arrays)
-
-
-def _read_arrays(specs: Sequence[Any], body: memoryview) -> dict[str, AnyArray]:
-    arrays: dict[str, AnyArray] = {}
-    offset = 0
-    for spec in specs:
-        shape = tuple(int(size) for size in spec["shape"])
-        if spec["dtype"] not in _DTYPES or any(size < 0 for size in shape):
-            raise ValueError("array spec")
-        dtype = np.dtype(spec["dtype"]).newbyteorder("<")
-        count = math.prod(shape)
-        end = offset + count * dtype.itemsize
-        if end > len(body):
-            raise ValueError("array outside the packet")
-        arrays[str(spec["name"])] = np.frombuffer(body[offset:end], dtype=dtype).reshape(shape)
-        offset = end
-    if offset != len(body):
-        raise ValueError("trailing bytes")
-    return arrays
-
-
 def _checked_header(packet: Packet, op: str) -> Mapping[str, Any]:
     header = packet.header
     if header.get("schema") != WIRE_SCHEMA:
@@ -357,9 +299,7 @@ def _typed(header: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _append(
-    payload: AdapterPayload, arrays: dict[str, AnyArray], compression: Compression
-) -> dict[str, Any]:
+def _append(payload: AdapterPayload, arrays: dict[str, AnyArray], compression: Compression) -> dict[str, Any]:
     header, own = to_arrays(payload, compression=compression)
     prefix = f"{len(arrays)}/"
     arrays.update({prefix + name: array for name, array in own.items()})
@@ -375,9 +315,7 @@ def _cut(where: Mapping[str, Any], arrays: Mapping[str, AnyArray]) -> AdapterPay
     return from_arrays(where["header"], own, max_bytes=DEFAULT_MAX_BYTES)
 
 
-def _pack_client(
-    reply: ClientReply, arrays: dict[str, AnyArray], compression: Compression
-) -> dict[str, Any]:
+def _pack_client(reply: ClientReply, arrays: dict[str, AnyArray], compression: Compression) -> dict[str, Any]:
     return {
         "client": reply.client,
         "status": reply.status,

@@ -16,29 +16,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import fedlora
 from fedlora.accounting import Event
-from fedlora.aggregation import reduce_payloads
-from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.errors import (
-    AccountingError,
     DataError,
-    DuplicateRoundError,
     FedLoraError,
     LayoutMismatchError,
     LedgerError,
     StaleRoundError,
 )
 from fedlora.ledger.types import Account, Budget, CommitRequest, Refusal, Reservation
+from fedlora.training.answers import (
+    Signer,
+    checked_update,
+    failed,
+    reduced_reply,
+    refused,
+    same_answer,
+    stamped,
+)
 from fedlora.training.charging import BudgetKeeper, Standing, charges, plan_round
 from fedlora.training.drawing import make_job
 from fedlora.training.policy import Policy
-from fedlora.training.port import Hello, Packet, error_record, where_it_failed
-from fedlora.training.replies import MemoryReplies, Replies, release_digest
+from fedlora.training.port import Hello, Packet, where_it_failed
+from fedlora.training.replies import MemoryReplies, Replies
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.training.secure import SecureDesk, check_withhold, withhold
 from fedlora.training.session import (
@@ -54,8 +60,9 @@ from fedlora.training.slots import Slots, SlotStore, keeps_slots
 
 _LOG = logging.getLogger(__name__)
 
+__all__ = ["Admitted", "Session", "Signer", "Trainer"]
+
 Engine = Any
-Signer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass
@@ -146,32 +153,15 @@ class Trainer:
                 replies, timings = self._round(request)
                 if request.withhold and self._session is not None:
                     replies = withhold(self._desk, request, self._session.bench.config, replies)
-                return self._reply(request, replies, timings)
+                told = timings if self._timings else {}
+                return reduced_reply(self._bench(), request, replies, told)
             except FedLoraError as error:
                 _LOG.warning("round %s refused: %s", request.server_round, error)
-                replies = self._all(request, error)
+                replies = same_answer(request, error)
             except Exception as error:
                 _LOG.error("round %s failed: %s", request.server_round, where_it_failed(error))
-                replies = self._all(request, error)
+                replies = same_answer(request, error)
         return RoundReply(request.run_id, request.server_round, replies)
-
-    def _reply(
-        self, request: RoundRequest, replies: tuple[ClientReply, ...], timings: Mapping[str, float]
-    ) -> RoundReply:
-        """Build the node's answer; where the server asks for it, its clients' updates are summed here."""
-        told = timings if self._timings else {}
-        session = self._session
-        updates = {one.client: one.payload for one in replies if one.payload is not None}
-        linear = session is not None and session.bench.mechanism.uplink in ("lora_b", "tangent", "projected")
-        if session is None or not request.reduce or not linear or len(updates) < 2:
-            return RoundReply(request.run_id, request.server_round, replies, timings=told)
-        kind, recipe = session.bench.mechanism.uplink, request.payload.recipe
-        total, used, _ = reduce_payloads(updates, session.bench.layout, recipe, kind)
-        if total is None:
-            return RoundReply(request.run_id, request.server_round, replies, timings=told)
-        summed = set(used)
-        bare = tuple(replace(one, payload=None) if one.client in summed else one for one in replies)
-        return RoundReply(request.run_id, request.server_round, bare, total, used, timings=told)
 
     def secure(self, packet: Packet) -> Packet:
         """Answer one step of secure aggregation for the updates withheld in this round."""
@@ -240,15 +230,13 @@ class Trainer:
         answers: dict[str, Admitted | ClientReply] = {}
         for client in request.clients:
             if client not in here:
-                answers[client] = self._failed(
-                    client, DataError(f"client {client}: does not live at this node")
-                )
+                answers[client] = failed(client, DataError(f"client {client}: does not live at this node"))
         asked = [client for client in request.clients if client in here]
         granted = self._reserve(session, request, asked)
         for client in asked:
             answer = granted[client]
             if isinstance(answer, Refusal):
-                answers[client] = self._refused(client, answer, may_repeat=not request.withhold)
+                answers[client] = refused(client, answer, self._replies, may_repeat=not request.withhold)
             else:
                 answers[client] = self._read(session, client, answer, request.steps)
         return answers
@@ -283,7 +271,7 @@ class Trainer:
         try:
             records = self._shelf.open(client, session.bench.task)
         except Exception as error:
-            return self._failed(client, error)
+            return failed(client, error)
         return Admitted(client, reservation, records, granted)
 
     def _train(self, session: Session, request: RoundRequest, admitted: Sequence[Admitted]) -> dict[str, Any]:
@@ -296,7 +284,7 @@ class Trainer:
                     job = make_job(session.bench.config, one.client, one.records, request, steps)
                     jobs.append(replace(job, slots=self._earlier_slots(session, one.client, request)))
                 except Exception as error:
-                    done[one.client] = self._failed(one.client, error)
+                    done[one.client] = failed(one.client, error)
             if jobs:
                 first = (request.server_round - 1) * session.bench.config.training.local_steps
                 for update in session.engine.train(request.payload, jobs, steps, first):
@@ -326,7 +314,7 @@ class Trainer:
             if isinstance(result, ClientReply):
                 fresh[client] = result
                 continue
-            fresh[client] = reply = self._checked_update(session, answer, result)
+            fresh[client] = reply = checked_update(session.bench, client, answer.steps, result)
             if keeps_slots(session.bench.mechanism):
                 self._slots.save(client, request.server_round, result.slots)
             if answer.reservation is not None:
@@ -335,86 +323,18 @@ class Trainer:
         if commits:
             self._keeper.commit(commits)
         standings = self._standings(session, [one for one in fresh.values() if one.status == "ok"])
-        return tuple(self._stamped(fresh[client], request, standings) for client in request.clients)
-
-    # -- helpers --------------------------------------------------------------------------------
-
-    @staticmethod
-    def _checked_update(session: Session, admitted: Admitted, update: Any) -> ClientReply:
-        if update is None:
-            raise AccountingError(f"client {admitted.client}: the engine gave no result; nothing is released")
-        if update.steps != admitted.steps:
-            raise AccountingError(
-                f"client {admitted.client}: the optimiser took {update.steps} steps, {admitted.steps} were "
-                "reserved; nothing is released"
-            )
-        event: Event = session.bench.event
-        if not isinstance(session.bench.config.privacy, NoPrivacy) and update.event.key() != event.key():
-            raise AccountingError(
-                f"client {admitted.client}: the event that ran differs from the reserved one; nothing is released"
-            )
-        return ClientReply(
-            client=admitted.client,
-            status="ok",
-            payload=update.payload,
-            event=event.to_json(),
-            steps=update.steps,
+        return tuple(
+            stamped(fresh[client], request, standings.get(client), self._sign) for client in request.clients
         )
+
+    def _bench(self) -> Workbench | None:
+        return None if self._session is None else self._session.bench
 
     def _standings(self, session: Session, replies: Sequence[ClientReply]) -> dict[str, Standing]:
         privacy = session.bench.config.privacy
-        if isinstance(privacy, NoPrivacy) or not replies:
+        if not isinstance(privacy, RecordPrivacy) or not replies:
             return {}
         dataset = session.bench.config.data.name if self._dataset is None else self._dataset
         accounts = [Account(reply.client, dataset) for reply in replies]
         found = self._keeper.standing(accounts, privacy.target_delta)
         return {account.client: standing for account, standing in found.items()}
-
-    def _stamped(
-        self, reply: ClientReply, request: RoundRequest, standings: Mapping[str, Standing]
-    ) -> ClientReply:
-        standing = standings.get(reply.client)
-        if standing is not None:
-            reply = replace(reply, epsilon=standing.epsilon, ledger_head=standing.head)
-        if self._sign is None or reply.status != "ok":
-            return reply
-        claim = {
-            "run_id": request.run_id,
-            "round": request.server_round,
-            "client": reply.client,
-            "digest": release_digest(reply),
-            "event": reply.event,
-            "steps": reply.steps,
-            "ledger_head": reply.ledger_head,
-        }
-        return replace(reply, receipt=self._sign(claim))
-
-    def _refused(self, client: str, refusal: Refusal, may_repeat: bool) -> ClientReply:
-        """Return the kept reply of a repeated round, unless a second share of noise would be drawn for it."""
-        if refusal.reason == "duplicate-round" and may_repeat:
-            kept = self._replies.find(refusal)
-            if kept is not None:
-                return kept
-            error: FedLoraError = (
-                refusal.error
-                if isinstance(refusal.error, DuplicateRoundError)
-                else DuplicateRoundError(str(refusal.error))
-            )
-            return ClientReply(client=client, status="refused", error=error_record(error))
-        return ClientReply(client=client, status="refused", error=error_record(refusal.error))
-
-    @staticmethod
-    def _failed(client: str, error: Exception) -> ClientReply:
-        if not isinstance(error, FedLoraError):
-            _LOG.error("client %s failed: %s", client, where_it_failed(error))
-        return ClientReply(client=client, status="failed", error=error_record(error))
-
-    @staticmethod
-    def _all(request: RoundRequest, error: Exception) -> tuple[ClientReply, ...]:
-        refused = isinstance(error, FedLoraError) and 20 <= error.exit_code < 35
-        status = "refused" if refused else "failed"
-        record = error_record(error)
-        return tuple(
-            ClientReply(client=client, status=status, error=record)  # type: ignore[arg-type]
-            for client in dict.fromkeys(request.clients)
-        )

@@ -63,7 +63,7 @@ def test_no_usable_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path: Path) -> None:
     save(tmp_path, make(1, "d" * 64))
-    with pytest.raises(CheckpointError, match="another|belongs"):
+    with pytest.raises(CheckpointError, match="belongs to configuration"):
         load_newest(tmp_path, "c" * 64)
 
 
