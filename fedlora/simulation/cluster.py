@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import math
 import os
 import socket
 import time
@@ -48,13 +50,13 @@ def probe(address: str, timeout_seconds: float) -> None:
 
 
 def _check_alive(address: str, timeout_seconds: float, hint: str) -> None:
-    import grpc
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-
+    grpc: Any = importlib.import_module("grpc")
+    messages: Any = importlib.import_module("ray.core.generated.gcs_service_pb2")
+    services: Any = importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
     try:
-        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_seconds)
+        stub = services.NodeInfoGcsServiceStub(channel)
+        stub.CheckAlive(messages.CheckAliveRequest(), timeout=timeout_seconds)
     except grpc.RpcError as error:
         code = error.code().name if hasattr(error, "code") else "no answer"
         if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
@@ -113,7 +115,7 @@ def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluste
     }
     if config.address is None:
         # "local" never reads RAY_ADDRESS or a stale address file.
-        ray.init(address="local", num_cpus=workers, num_gpus=gpus if gpus > 0 else None, **options)
+        ray.init(address="local", num_cpus=workers, num_gpus=math.ceil(gpus) if gpus > 0 else None, **options)
     else:
         address = resolve_address(config.address)
         probe(address, config.connect_timeout_seconds)

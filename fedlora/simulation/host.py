@@ -91,8 +91,9 @@ class NodeHost:
         import transformers
 
         torch.set_num_threads(threads)
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        loggers: Any = transformers.utils.logging
+        loggers.set_verbosity_error()
+        loggers.disable_progress_bar()
         logging.getLogger("flwr").setLevel(logging.WARNING)
 
     def _make_trainer(self) -> Any:

@@ -31,5 +31,5 @@ def from_record(content: RecordDict) -> Packet:
     if META not in content or HEADER not in content[META]:
         raise WireError("message: no fedlora packet in it; server and client must run the same app")
     header = json.loads(str(content[META][HEADER]))
-    arrays = content.get(ARRAYS, {})
+    arrays = content.array_records.get(ARRAYS, ArrayRecord())
     return Packet(header, {str(name): array.numpy() for name, array in arrays.items()})

@@ -75,7 +75,8 @@ class RayGrid(HostedGrid):
         for name in ("HF_HUB_OFFLINE", "HF_HOME", "PYTHONPATH"):
             if name in os.environ:
                 environment[name] = os.environ[name]
-        remote = ray.remote(NodeHost).options(
+        host_class: Any = ray.remote(NodeHost)
+        remote = host_class.options(
             num_cpus=spec.threads,
             num_gpus=self._config.gpus_per_worker,
             max_restarts=0,

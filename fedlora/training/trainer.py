@@ -315,7 +315,7 @@ class Trainer:
                 fresh[client] = result
                 continue
             fresh[client] = reply = checked_update(session.bench, client, answer.steps, result)
-            if keeps_slots(session.bench.mechanism):
+            if keeps_slots(session.bench.mechanism) and result is not None:
                 self._slots.save(client, request.server_round, result.slots)
             if answer.reservation is not None:
                 digest = self._replies.keep(answer.reservation, reply)

@@ -1,0 +1,200 @@
+"""`fedlora simulate`: run one configuration as a simulation on Ray, with live accuracy and epsilon."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
+from fedlora.errors import BudgetExceededError, ConfigError
+from fedlora.simulation.settings import RoundRecord, RunResult
+
+HELP = """Run a configuration as a simulation on Ray.
+
+The same server, strategy and client code as in a deployment runs here, with the clients' data split as
+`data.partition` says. Every client's privacy budget is charged in one ledger beside the run folders, so
+that runs over the same data set add up.
+
+Examples:
+
+  fedlora simulate run.yaml
+
+  fedlora simulate run.yaml privacy.target_epsilon=3 federation.rounds=40
+
+  fedlora simulate --resume runs/demo-20261127-101530-ab12cd
+
+  fedlora simulate run.yaml --json > result.json
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+ResumeOption = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run's folder.")
+]
+LedgerOption = Annotated[
+    Path | None, typer.Option("--ledger", help="The clients' ledger; ledger.sqlite in run.dir by default.")
+]
+InProcessOption = Annotated[
+    bool, typer.Option("--in-process", help="Without Ray, all clients in this process (small runs).")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+@app.command(help=HELP)
+def simulate(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="The run's YAML file.")] = None,
+    overrides: OverridesArgument = None,
+    overlay: OverlayOption = None,
+    resume: ResumeOption = None,
+    ledger: LedgerOption = None,
+    in_process: InProcessOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run one simulation."""
+    result = run_simulation(
+        config, overrides, overlay, resume=resume, ledger=ledger, in_process=in_process, quiet=quiet
+    )
+    emit(as_object(result), as_json=as_json, text=summary_text(result))
+    if result.status == "budget-exhausted":
+        raise typer.Exit(BudgetExceededError.exit_code)
+
+
+def run_simulation(
+    config: str | None,
+    overrides: list[str] | None,
+    overlay: list[str] | None,
+    *,
+    resume: Path | None,
+    ledger: Path | None,
+    in_process: bool,
+    quiet: bool,
+) -> RunResult:
+    """Load the configuration and run it with a progress display.
+
+    Raises:
+        ConfigError: if neither a file nor a run to resume is named, or both are.
+    """
+    if (config is None) == (resume is None):
+        raise ConfigError("simulate: give either a CONFIG file or --resume RUN")
+    if resume is not None and (overrides or overlay):
+        raise ConfigError("simulate --resume: a run goes on with its own configuration; leave overrides out")
+    from fedlora.config import load
+    from fedlora.simulation.run import simulate as start
+
+    loaded = None if config is None else load(config, overrides or (), overlay or ())
+    if loaded is not None:
+        for line in (*loaded.notes, *loaded.overridden()):
+            logging.getLogger(__name__).info("%s", line)
+    settings = None if loaded is None else loaded.config
+    total = settings.federation.rounds if settings is not None else _rounds_of(resume)
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    with progress_display(total, quiet=quiet) as note:
+        return start(settings, resume=resume, ledger=ledger, progress=note, in_process=in_process)
+
+
+def _rounds_of(resume: Path | None) -> int:
+    from fedlora.config import load_config
+
+    path = (resume or Path()) / "config.yaml"
+    return load_config(path).federation.rounds if path.is_file() else 1
+
+
+def headline(record: RoundRecord) -> str:
+    """Return one line about a round: status, accuracy (or the task's first metric) and epsilon."""
+    parts = []
+    metrics = record.metrics or {}
+    name = next((one for one in ("accuracy", "exact_match", "perplexity", "loss") if one in metrics), None)
+    if name is not None:
+        parts.append(f"{name} {metrics[name]:.3f}")
+    if record.epsilon is not None:
+        parts.append(f"epsilon {record.epsilon:.3f}")
+    if record.round > 0:
+        parts.append(f"{record.accepted}/{record.asked} clients")
+    if record.refused:
+        parts.append(f"{len(record.refused)} refused")
+    if record.failed:
+        parts.append(f"{len(record.failed)} failed")
+    return ", ".join(parts)
+
+
+@contextmanager
+def progress_display(rounds: int, *, quiet: bool) -> Iterator[Any]:
+    """Show rounds on stderr: a live bar on a terminal, a line per evaluated round elsewhere."""
+    if quiet:
+        yield None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _print_round
+        return
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[line]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=False) as bar:
+        task = bar.add_task("rounds", total=rounds, line="starting")
+        kept: dict[str, str] = {}
+
+        def note(record: RoundRecord) -> None:
+            if record.metrics:
+                kept["metric"] = headline(record).split(",")[0]
+            line = headline(record)
+            if not record.metrics and "metric" in kept:
+                line = f"{kept['metric']}, {line}"
+            bar.update(task, completed=record.round, line=line)
+
+        yield note
+
+
+def _print_round(record: RoundRecord) -> None:
+    if record.metrics or record.refused or record.failed or record.status == "skipped":
+        sys.stderr.write(f"round {record.round}: {headline(record)}\n")
+        sys.stderr.flush()
+
+
+def as_object(result: RunResult) -> Mapping[str, Any]:
+    """Return a result as JSON-ready values."""
+    return {
+        "run_id": result.run_id,
+        "folder": str(result.folder),
+        "status": result.status,
+        "rounds": result.rounds,
+        "metrics": None if result.metrics is None else dict(result.metrics),
+        "epsilon": result.epsilon,
+        "statement": dict(result.statement),
+        "adapter": None if result.adapter is None else str(result.adapter),
+        "seconds": dict(result.seconds),
+        "warnings": list(result.warnings),
+    }
+
+
+def summary_text(result: RunResult) -> str:
+    """Return the closing lines of a run for people."""
+    lines = [f"{result.status}: {result.rounds} rounds in {result.seconds.get('wall', 0.0):.0f} s"]
+    if result.metrics:
+        lines.append("public evaluation: " + ", ".join(f"{k} {v:.4f}" for k, v in result.metrics.items()))
+    if result.epsilon is not None:
+        said = result.statement
+        lines.append(
+            f"epsilon {result.epsilon:.4f} at delta {said.get('delta')} per {said.get('unit')} "
+            f"({said.get('adjacency')}), against {said.get('adversary')}"
+        )
+    else:
+        lines.append("no privacy")
+    lines += [f"warning: {line}" for line in result.warnings]
+    if result.adapter is not None:
+        lines.append(f"adapter: {result.adapter} (PEFT format, reloaded and checked)")
+    lines.append(f"run folder: {result.folder}")
+    return "\n".join(lines)
