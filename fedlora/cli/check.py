@@ -1,0 +1,118 @@
+"""`fedlora check`: resolve and validate a configuration, predict payload, memory and epsilon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, OverridesArgument, emit
+
+if TYPE_CHECKING:
+    from fedlora.config import FedLoraConfig, Loaded
+
+app = typer.Typer(help="Resolve and validate a configuration.", rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def check(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    overlay: OverlayOption = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Only the file: load neither data nor model, derive nothing.")
+    ] = False,
+    deployment: Annotated[
+        bool, typer.Option("--deployment", help="Also apply the rules of real deployments.")
+    ] = False,
+    save: Annotated[str, typer.Option("--save", help="Write the resolved configuration to this file.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Check a configuration and print what a run of it would send, need and spend.
+
+    Every problem is listed at once, with its key and line. Values that a later file or the command line
+    replaced are shown with what they replaced.
+
+    Example: fedlora check run.yaml
+
+    Example: fedlora check run.yaml privacy.target_epsilon=3 --json
+
+    Example: fedlora check run.yaml --static --deployment
+    """
+    from fedlora.config import config_container, config_hash, load, save_resolved, total_steps
+
+    loaded = load(config, overrides or (), overlay or (), deployment=deployment)
+    resolved, figures = loaded.config, _static_figures(loaded.config, total_steps(loaded.config))
+    if not static:
+        resolved, more = _predict(loaded.config)
+        figures.update(more)
+    if save:
+        save_resolved(resolved, save, loaded.notes)
+    result: dict[str, Any] = {
+        "config_hash": config_hash(resolved),
+        "notes": list(loaded.notes),
+        "overridden": loaded.overridden(),
+        "predicted": figures,
+        "config": config_container(resolved),
+    }
+    emit(result, as_json=as_json, text=_text(config, loaded, figures))
+
+
+def _static_figures(config: FedLoraConfig, steps: int) -> dict[str, Any]:
+    return {
+        "unit": config.privacy.unit,
+        "sample_rate": config.training.sample_rate,
+        "steps_per_round": config.training.local_steps,
+        "rounds": config.federation.rounds,
+        "steps_per_client_at_most": steps,
+    }
+
+
+def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
+    """Load public parts (and rows for their label names where they are not stated) and derive the figures."""
+    from fedlora.simulation.prepare import complete, make_federation
+    from fedlora.wire.layout import payload_bytes
+
+    clients = None
+    if config.data.partition is not None:
+        federation = make_federation(config)
+        config, clients = federation.config, len(federation.parts)
+    prepared = complete(config)
+    resolved, bench = prepared.config, prepared.bench
+    payload = payload_bytes(bench.initial_payload())
+    base = sum(int(p.numel()) * int(p.element_size()) for p in bench.base.model.parameters())
+    trained = payload // 4
+    figures: dict[str, Any] = {
+        "clients": clients,
+        "payload_bytes_down": payload,
+        "payload_bytes_per_client_and_round": 2 * payload,
+        "trained_parameters": trained,
+        "base_model_bytes": base,
+        "per_record_gradient_bytes": trained * 4 * config.training.expected_batch_size,
+        "base_fingerprint": bench.base.fingerprint,
+        "model_license": bench.base.license,
+    }
+    if resolved.derived is not None:
+        derived = resolved.derived
+        figures.update(
+            noise_multiplier=derived.noise_multiplier,
+            epsilon_per_client_after_the_run=derived.epsilon,
+            delta=derived.delta,
+            accountant=derived.accountant,
+            derived_from=derived.from_,
+        )
+    return resolved, figures
+
+
+def _text(config: str, loaded: Loaded[FedLoraConfig], figures: dict[str, Any]) -> str:
+    lines = [f"{config}: usable"]
+    lines += [f"  note: {note}" for note in loaded.notes]
+    lines += [f"  {line}" for line in loaded.overridden()]
+    for name, value in figures.items():
+        if value is None:
+            continue
+        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        if name.endswith("_bytes") or "_bytes_" in name:
+            shown = f"{int(value):,}"
+        lines.append(f"  {name.replace('_', ' ')}: {shown}")
+    return "\n".join(lines)
