@@ -1,0 +1,97 @@
+"""Unreachable clusters are reported in one line, in bounded time; other people's clusters are left alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fedlora.config.schema import RayConfig
+from fedlora.errors import ClusterUnreachableError
+from fedlora.simulation import cluster
+
+
+def one_line(error: pytest.ExceptionInfo[ClusterUnreachableError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    assert error.value.exit_code == 81
+    return text
+
+
+def closed_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_nobody_listens() -> None:
+    started = time.monotonic()
+    with pytest.raises(ClusterUnreachableError) as error:
+        cluster.connect(RayConfig(address=f"127.0.0.1:{closed_port()}"), 1, 0.0, "r")
+    assert "nothing listens" in one_line(error)
+    assert time.monotonic() - started < 30
+
+
+def test_something_else_listens() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(ClusterUnreachableError) as error:
+            cluster.probe(address, 2.0)
+    assert "not a live Ray head" in one_line(error)
+    assert time.monotonic() - started < 10
+
+
+def test_a_server_that_closes_at_once() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            for _ in range(20):
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ClusterUnreachableError) as error:
+            cluster.probe(f"127.0.0.1:{listener.getsockname()[1]}", 2.0)
+    assert "not a live Ray head" in one_line(error)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":6379x", "host:port"])
+def test_a_malformed_address(address: str) -> None:
+    with pytest.raises(ClusterUnreachableError) as error:
+        cluster.probe(address, 1.0)
+    assert "host:port" in one_line(error)
+
+
+def test_a_stale_address_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = tmp_path / "ray_current_cluster"
+    stale.write_text(f"127.0.0.1:{closed_port()}\n")
+    monkeypatch.setattr(cluster, "_CURRENT", stale)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ClusterUnreachableError) as error:
+        cluster.connect(RayConfig(address="auto"), 1, 0.0, "r")
+    assert "nothing listens" in one_line(error)
+
+
+def test_auto_without_any_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_CURRENT", tmp_path / "missing")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ClusterUnreachableError) as error:
+        cluster.connect(RayConfig(address="auto"), 1, 0.0, "r")
+    assert "auto found no cluster" in one_line(error)
+
+
+def test_auto_reads_the_environment_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert cluster.resolve_address("auto") == "10.0.0.1:6379"
+    assert cluster.resolve_address("ray://head:10001") == "head:10001"
