@@ -44,6 +44,8 @@ class AdaptedModel:
     taps: Taps = field(default_factory=Taps)
     pattern_matches: Mapping[str, int] = field(default_factory=dict)
     dropout: bool = False
+    _able: dict[str, list[Any]] = field(default_factory=dict, repr=False, compare=False)
+    _shared: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +64,13 @@ class AdaptedModel:
     def accumulate_dtype(self) -> torch.dtype:
         """Dtype of clipping, sums and states: float64 for a float64 model, else float32."""
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def shared_a(self, module: str) -> torch.Tensor:
+        """Return the recipe's lora_A on the device in the compute dtype, drawn once. PUBLIC."""
+        if module not in self._shared:
+            drawn = torch.from_numpy(self.recipe.draw(module))
+            self._shared[module] = drawn.to(self.device, self.compute_dtype)
+        return self._shared[module]
 
     def num_trained(self) -> int:
         """PUBLIC. Number of trained values in factor form."""
@@ -142,10 +151,17 @@ class AdaptedModel:
 
         Gradient checkpointing acts in train mode only, so its own layers (not their dropout) are switched.
         """
-        self.model.train(self.dropout)
-        for module in self.model.modules():
-            if getattr(module, "gradient_checkpointing", False):
+        if self.model.training != self.dropout:
+            self.model.train(self.dropout)
+        for module in self._checkpointed():
+            if module.gradient_checkpointing:
                 module.training = True
+
+    def _checkpointed(self) -> list[Any]:
+        """Return the modules that can checkpoint, searched once."""
+        if "found" not in self._able:
+            self._able["found"] = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
+        return self._able["found"]
 
 
 def _array(parameter: torch.Tensor) -> Array:

@@ -10,6 +10,14 @@ import torch
 from fedlora.errors import RankMismatchError
 
 
+def to_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy a host tensor without waiting for the device (page-locked memory for a GPU)."""
+    target = torch.device(device)
+    if target.type == "cuda":
+        return host.pin_memory().to(target, non_blocking=True)
+    return host.to(target)
+
+
 @dataclass(frozen=True)
 class RecordAxis:
     """Records of several clients in one batch, sorted by client.
@@ -52,13 +60,12 @@ class RecordAxis:
             slot += range(number * longest, number * longest + count)
             padded.append([*range(first, first + count), *([0] * (longest - count))])
         present = [[place < count for place in range(longest)] for count in counts]
-        packed = torch.tensor([client, slot], dtype=torch.int64).reshape(2, -1)
-        moved = packed.to(device, non_blocking=True)
+        moved = to_device(torch.tensor([client, slot], dtype=torch.int64).reshape(2, -1), device)
         return cls(
             tuple(counts),
             moved[0],
-            torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True),
-            torch.tensor(present, dtype=torch.bool).to(device, non_blocking=True),
+            to_device(torch.tensor(padded, dtype=torch.int64), device),
+            to_device(torch.tensor(present, dtype=torch.bool), device),
             moved[1],
         )
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.records import RecordAxis
@@ -60,10 +58,7 @@ def _open(
         )
     table = mechanism.coordinates.table
     values = open_values(adapted, payload, mechanism.layout, table, "lora_b", num_clients)
-    fixed = {
-        module: torch.from_numpy(adapted.recipe.draw(module)).to(adapted.device, adapted.compute_dtype)
-        for module in mechanism.layout.modules
-    }
+    fixed = {module: adapted.shared_a(module) for module in mechanism.layout.modules}
     return first_state(mechanism, values, payload, fixed)
 
 

@@ -1,13 +1,15 @@
 """Gaussian noise from a cryptographic generator, and the noise stage.
 
 The keystream is AES-256 in counter mode under a key from the operating system's entropy, replaced after
-2^30 bytes; Box-Muller turns 53-bit uniform numbers into Gaussians in float64 (on the model's device).
-Assumption: attacks on floating-point Gaussian sampling (Mironov 2012; Holohan & Braghin 2021) are out of scope.
+2^30 bytes; on a GPU with Triton it is ChaCha20 on the device under a fresh key for each draw. Box-Muller turns
+53-bit uniform numbers into Gaussians in float64. Assumption: attacks on floating-point Gaussian sampling
+(Mironov 2012; Holohan & Braghin 2021) are out of scope.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import os
 import threading
@@ -88,9 +90,19 @@ class OsNoise:
             for part in torch.split(out, _CHUNK):  # small enough for the processor's cache
                 part.copy_(box_muller(torch.from_numpy(_even_words(part.shape[0])))[: part.shape[0]])
             return out
-        words = torch.empty(count + count % 2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        _STREAM.fill(words.numpy())
-        return box_muller(words.to(device, non_blocking=True))[:count].to(dtype)
+        return box_muller(_device_words(count + count % 2, device))[:count].to(dtype)
+
+
+def _device_words(count: int, device: torch.device) -> torch.Tensor:
+    """ChaCha20 on the device where Triton is there, else the processor's keystream, copied."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from fedlora.mechanisms.chacha_cuda import random_words
+
+        made: torch.Tensor = random_words(count, device)
+        return made
+    words = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+    _STREAM.fill(words.numpy())
+    return words.to(device, non_blocking=True)
 
 
 def _even_words(count: int) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ import torch
 
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
-from fedlora.adapters.records import RecordAxis
+from fedlora.adapters.records import RecordAxis, to_device
 from fedlora.errors import ModelError
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.clip import zero_sum
@@ -148,7 +148,7 @@ class PassRunner:
         batch = self._task.collate([one.record for one in ordered])
         refuse_packed(batch)
         moved = {
-            name: value.to(adapted.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            name: to_device(value, adapted.device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
         views = mechanism.stages.views(mechanism, state, low, records)
