@@ -35,7 +35,7 @@ def spent(federation: Federation, site: str) -> tuple[float, list[tuple[int, str
     secret = load_secret(folder / "keys" / "ledger.secret")
     with open_ledger(folder / "ledger.db", secret=secret, read_only=True) as ledger:
         report = ledger.report(Account(site, "words-2026"))
-    return report.epsilon, [(row.server_round, row.state, row.steps) for row in report.rounds]
+    return report.epsilon, [(row.server_round, row.state, row.steps_charged) for row in report.rounds]
 
 
 @pytest.fixture(scope="module")
