@@ -90,6 +90,12 @@ def _whole_orders(limit: int) -> FloatArray:
     return np.unique(np.concatenate([np.arange(2.0, min(limit, 128) + 1.0), whole]))
 
 
+def _next_whole(orders: FloatArray) -> int:
+    """The smallest integer order of the grid that is not below any of the orders."""
+    top = math.ceil(float(np.max(orders)))
+    return max(2, top if top <= 128 else int(ORDERS[min(len(ORDERS) - 1, int(np.searchsorted(ORDERS, top)))]))
+
+
 def _group_factors(group: ProjectionGroup, gain: float, last: int) -> FloatArray:
     """Log F_k, k = 0..last, of one group."""
     k = np.arange(last + 1, dtype=np.float64)
@@ -136,7 +142,7 @@ def projection_moment(event: NoisyProjectionEvent, orders: FloatArray, adjacency
     rate = 1.0 if event.sample_rate is None else event.sample_rate
     if rate == 1.0:
         return _full_moment(event, orders, gain)
-    last = _last_order(event, gain)
+    last = min(_last_order(event, gain), _next_whole(orders))
     whole = _whole_orders(last)
     factors = _factors(event, gain, last)
     moments = np.array([poisson_moment(int(a), rate, factors) for a in whole])
@@ -179,7 +185,7 @@ def sampled_gaussian_moment(
     gain = _gain(adjacency) / event.noise_multiplier**2
     if event.sample_rate == 1.0:
         return gaussian_moment(orders, gain)
-    last = int(ORDERS[-5])
+    last = min(_MAX_INTEGER_ORDER, _next_whole(orders) + 2)
     k = np.arange(last + 1, dtype=np.float64)
     factors = k * (k - 1.0) / 2.0 * gain
     whole = _whole_orders(last)
