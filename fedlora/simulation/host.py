@@ -64,10 +64,15 @@ class NodeHost:
     """Runs inside a Ray actor (or in the driver, for tests)."""
 
     def __init__(self, spec: NodeSpec, *, own_process: bool = True) -> None:
-        """Check the app's code, load the ClientApp and set the trainer up; no model is loaded yet."""
+        """Keep the spec only: an actor whose constructor fails cannot say why."""
         self._spec = spec
         self._own_process = own_process
-        if own_process:
+        self._app: Any = None
+
+    def _set_up(self) -> None:
+        """Check the app's code, load the ClientApp and make the trainer; no model is loaded yet."""
+        spec = self._spec
+        if self._own_process:
             self._quiet(spec.threads)
         app_dir = Path(spec.app_dir)
         found = code_hash(app_dir)
@@ -76,7 +81,7 @@ class NodeHost:
                 f"app: the worker sees other code in {app_dir} ({found[:12]}) than the driver "
                 f"({spec.code_hash[:12]}); put the same version on every machine"
             )
-        self._app = load_module(app_dir, "client.app").app
+        app = load_module(app_dir, "client.app").app
         self._keeper = GrantKeeper()
         self._config = config_from_container(spec.container)
         self._trainer = self._make_trainer()
@@ -84,6 +89,7 @@ class NodeHost:
         self._context = Context(
             run_id=spec.run_number, node_id=spec.node_id, node_config={}, state=RecordDict(), run_config={}
         )
+        self._app = app
 
     @staticmethod
     def _quiet(threads: int) -> None:
@@ -119,6 +125,8 @@ class NodeHost:
         """Load the base model; return the accounting event of one step."""
         import resource
 
+        if self._app is None:
+            self._set_up()
         event = self._trainer.prepare(self._config, self._spec.config_hash)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return Readiness(self._spec.node_id, event.to_json(), os.getpid(), peak)
@@ -133,6 +141,8 @@ class NodeHost:
         Returns:
             The reply and the commits that the driver must record before it hands the reply on.
         """
+        if self._app is None:
+            raise SimulationError("node: asked before it was prepared")
         if self._own_process:
             assume_identity(self._spec.run_number, self._spec.node_id)
         self._keeper.hand_over(grants)
