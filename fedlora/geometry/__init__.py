@@ -25,7 +25,7 @@ from fedlora.geometry.products import (
     stack_products,
     truncate_product,
 )
-from fedlora.geometry.retraction import expand, retract, retract_subspace
+from fedlora.geometry.retraction import expand, retract, retract_gram, retract_subspace
 from fedlora.geometry.tangent import (
     Tangent,
     complement,
@@ -85,6 +85,7 @@ __all__ = [
     "project_product",
     "random_frames",
     "retract",
+    "retract_gram",
     "retract_subspace",
     "rotate_frames",
     "split_core",

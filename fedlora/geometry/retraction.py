@@ -23,14 +23,16 @@ def retract(frames: Frames, tangent: Tangent, step: float | Tensor = 1.0) -> Fra
     Properties (tested): frames orthonormal to rounding for rank-deficient and zero tangents,
     zero core and equal singular values; equal to Z + step * tangent up to O(step^2).
 
-    The only device synchronisation is the one inside `torch.linalg.svd`; `retract_subspace`
-    has none.
+    On a GPU in float32 this is `retract_gram` (batched Householder QR runs one matrix after the
+    other there). `retract_subspace` needs no device synchronisation at all.
 
     Args:
         frames: the base point, (..., out, r) and so on.
         tangent: consistent blocks at `frames`.
         step: a number, or a tensor over the leading axes; a descent step is negative.
     """
+    if frames.core.is_cuda and frames.core.dtype == torch.float32:
+        return retract_gram(frames, tangent, step)
     q_out, q_in, core = expand(frames, tangent, step)
     u, s, vh = torch.linalg.svd(core)
     r = frames.rank
@@ -62,6 +64,53 @@ def retract_subspace(
         basis = torch.linalg.qr(core @ right).Q
     right, upper = torch.linalg.qr(core.mT @ basis)
     return Frames(q_out @ basis, upper.mT, q_in @ right)
+
+
+def retract_gram(frames: Frames, tangent: Tangent, step: float | Tensor = 1.0) -> Frames:
+    """Like `retract` in float32, with bases from float64 Gram matrices: matrix products and small problems only.
+
+    Directions of (I - P) X below 1e-5 of its largest singular value get no basis vector (their part of the
+    step is dropped); re-orthonormalisation by Newton-Schulz steps. A zero or rank-deficient block keeps the
+    frames on the manifold, because a tie at singular value zero is decided for the present frames.
+
+    Args:
+        frames: the base point.
+        tangent: consistent blocks at `frames`.
+        step: a number, or a tensor over the leading axes.
+    """
+    if isinstance(step, Tensor):
+        step = step.to(frames.core)[..., None, None]
+    r = frames.rank
+    u_out, up_out = _gram_basis(frames.q_out, tangent.x_out)
+    u_in, up_in = _gram_basis(frames.q_in, tangent.x_in)
+    inner = frames.core + step * tangent_core(frames, tangent)
+    core = torch.cat(
+        [torch.cat([inner, step * up_in.mT], -1), torch.cat([step * up_out, torch.zeros_like(inner)], -1)], -2
+    )
+    scale = torch.linalg.matrix_norm(core)[..., None, None].clamp_min(1e-30)
+    favour = torch.nn.functional.pad(torch.eye(r, dtype=core.dtype, device=core.device), (0, r, 0, r))
+    u, _, vh = torch.linalg.svd(core + (1e-7 * scale) * favour)
+    left, right = u[..., :, :r], vh[..., :r, :].mT
+    q_out = _polish(torch.cat([frames.q_out, u_out], -1) @ left)
+    q_in = _polish(torch.cat([frames.q_in, u_in], -1) @ right)
+    return Frames(q_out, left.mT @ core @ right, q_in)
+
+
+def _gram_basis(q: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (basis, coordinates) of (I - q q^T) x; basis columns are orthonormal or zero."""
+    x = complement(q, x)
+    wide = x.double()
+    values, vectors = torch.linalg.eigh(wide.mT @ wide)
+    keep = values > 1e-10 * values[..., -1:].clamp_min(1e-60)
+    inverse = torch.where(keep, values.clamp_min(1e-60).rsqrt(), 0.0)
+    basis = (wide @ (vectors * inverse[..., None, :])).to(x.dtype)
+    basis = _polish(_polish(complement(q, basis)))
+    return basis, basis.mT @ x
+
+
+def _polish(q: Tensor) -> Tensor:
+    """One Newton-Schulz step towards orthonormal columns; zero columns stay zero."""
+    return 1.5 * q - 0.5 * (q @ (q.mT @ q))
 
 
 def expand(frames: Frames, tangent: Tangent, step: float | Tensor = 1.0) -> tuple[Tensor, Tensor, Tensor]:

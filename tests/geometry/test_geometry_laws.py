@@ -156,6 +156,34 @@ def test_retraction_is_the_truncated_svd_on_the_manifold(
     assert (new.dense() - target).norm().item() == pytest.approx(best, abs=1e-10)
 
 
+@pytest.mark.parametrize(("out", "inp", "r"), [s for s in SHAPES if min(s[0], s[1]) >= 2 * s[2]])
+@pytest.mark.parametrize("kind", ["generic", "zero", "rank_one", "inside"])
+@pytest.mark.parametrize("core", ["full", "zero", "equal", "singular"])
+def test_gram_retraction_in_float32_stays_on_the_manifold_and_near_the_best(
+    out: int, inp: int, r: int, kind: str, core: str
+) -> None:
+    frames = point(out, inp, r)
+    cores = {"full": frames.core, "zero": torch.zeros(r, r, dtype=F64), "equal": torch.eye(r, dtype=F64),
+             "singular": torch.ones(r, r, dtype=F64)}  # fmt: skip
+    frames = geo.Frames(frames.q_out, cores[core], frames.q_in)
+    t = tangents(frames, kind)
+    single = frames.to(torch.float32)
+    new = geo.retract_gram(single, geo.Tangent(t.x_out.float(), t.x_in.float()), -0.3)
+    assert geo.check_frames(new) < 1e-5
+    target = frames.dense() - 0.3 * geo.tangent_dense(frames, t)
+    best = torch.linalg.svdvals(target)[r:].square().sum().sqrt().item()
+    assert (new.dense().double() - target).norm().item() <= best + 3e-6 * (1 + target.norm().item())
+
+
+def test_gram_retraction_batches_and_handles_out_below_two_r() -> None:
+    batch = geo.frames_from_factors(normal(4, 5, 4), normal(4, 4, 11, seed=1)).to(torch.float32)
+    t = geo.project_dense(batch, normal(4, 5, 11, seed=2).float())
+    new = geo.retract_gram(batch, t, torch.linspace(-0.2, 0.0, 4))
+    assert geo.check_frames(new) < 1e-5
+    want = geo.retract(batch, t, torch.linspace(-0.2, 0.0, 4))
+    assert torch.allclose(new.dense(), want.dense(), atol=2e-5)
+
+
 def test_retraction_is_of_first_order() -> None:
     frames = point(12, 9, 3)
     t = tangents(frames, "generic")
