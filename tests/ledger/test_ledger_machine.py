@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +16,15 @@ from unittest import mock
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import pld_privacy_accountant
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from ledger_helpers import SECRET
 
 from fedlora.accounting import Event, GaussianEvent, PoissonGaussianEvent
@@ -25,9 +32,12 @@ from fedlora.errors import LedgerError
 from fedlora.ledger import Account, Budget, Ledger, Refusal, Reservation, ReserveRequest, open_ledger
 from fedlora.ledger.anchor import Anchor
 from fedlora.ledger.journal import Journal
+from fedlora.ledger.reserving import Reserver
+from fedlora.ledger.state import LedgerState
 
 EVENTS: tuple[Event, ...] = (GaussianEvent(8.0), PoissonGaussianEvent(2.0, 0.1), GaussianEvent(20.0))
 ACCOUNTS = (Account("a", "d"), Account("b", "d"))
+STEPS = st.one_of(st.integers(1, 3), st.integers(1, 40))
 BUDGET = Budget(epsilon=3.0, delta=1e-5, on_exhausted="fewer_steps")
 
 
@@ -85,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         both=st.booleans(),
         number=st.integers(1, 12),
         event=st.integers(0, 2),
-        steps=st.integers(1, 40),
+        steps=STEPS,
     )
     def reserve(self, who: int, both: bool, number: int, event: int, steps: int) -> None:
         accounts = ACCOUNTS if both else ACCOUNTS[:1]
@@ -108,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         self.open.append({"who": who, "reservation": reservation, "event": event, "noised": 0, "bytes": b""})
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), steps=st.integers(1, 40))
+    @rule(data=st.data(), steps=STEPS)
     def draw_noise(self, data: st.DataObject, steps: int) -> None:
         item = data.draw(st.sampled_from(self.open))
         reservation = item["reservation"]
@@ -213,23 +223,74 @@ class Machine(RuleBasedStateMachine):
             assert report.epsilon >= true_epsilon(released) * (1 - 2e-3) - 2e-3
 
 
-TestLedgerMachine = Machine.TestCase
-TestLedgerMachine.settings = settings(
+QUICK = settings(
     max_examples=8,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     database=None,
+    phases=[Phase.generate],
 )
+TestLedgerMachine = Machine.TestCase
+TestLedgerMachine.settings = QUICK
 
 
 @pytest.mark.long
 class TestLedgerMachineLong(Machine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(
-        max_examples=250,
+        max_examples=200,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
     )
+
+
+def _forgets_small_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+    charge = LedgerState._charge
+    monkeypatch.setattr(
+        LedgerState, "_charge", lambda self, entry: None if entry.steps < 3 else charge(self, entry)
+    )
+
+
+def _grants_abandoned_rounds_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Reserver._check_duplicate
+
+    def forgiving(self: Reserver, request: ReserveRequest, account_id: int) -> int:
+        earlier = self._earlier.get((request.run_id, request.server_round, account_id))
+        if earlier is not None and earlier.state == "A":
+            return earlier.attempt + 1
+        return check(self, request, account_id)
+
+    monkeypatch.setattr(Reserver, "_check_duplicate", forgiving)
+
+
+def _forgets_the_excess(monkeypatch: pytest.MonkeyPatch) -> None:
+    charge = LedgerState._charge
+    monkeypatch.setattr(
+        LedgerState, "_charge", lambda self, entry: None if entry.kind == "X" else charge(self, entry)
+    )
+
+
+def _releases_started_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "mark_started", lambda self, reservations: None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _forgets_small_reservations,
+        _grants_abandoned_rounds_again,
+        _forgets_the_excess,
+        _releases_started_rounds,
+    ],
+)
+def test_the_machine_sees_planted_faults(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    fault(monkeypatch)
+    many = settings(QUICK, max_examples=60, stateful_step_count=30)
+    with pytest.raises((AssertionError, BaseExceptionGroup, pytest.fail.Exception)):
+        run_state_machine_as_test(Machine, settings=many)
