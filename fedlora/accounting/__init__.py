@@ -1,4 +1,4 @@
-"""Privacy accounting: events, tight upper bounds on epsilon, composition and calibration; loads neither torch nor flwr."""
+"""Privacy accounting: events, tight upper bounds on epsilon, composition, calibration; without torch and flwr."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy as np
 from fedlora.accounting import _checks, gaussian, pld, prv, rdp
 from fedlora.accounting.conditional import M1Event, PaveEvent, SketchEvent, VectorProjectionEvent
 from fedlora.accounting.events import Event, NonPrivateEvent
+from fedlora.accounting.hypergeometric import FloatArray
 from fedlora.accounting.reports import Adjacency, EpsilonReport, merge
 from fedlora.errors import AccountingError, PrivacyParameterError, UnsupportedEventError
 
@@ -153,7 +154,7 @@ def _special(parts: Parts, delta: float) -> tuple[float, str, tuple[tuple[str, f
     return report.epsilon, report.accountant, tuple(report.alternatives.items())
 
 
-def moments(parts: Parts, adjacency: Adjacency) -> rdp.FloatArray:
+def moments(parts: Parts, adjacency: Adjacency) -> FloatArray:
     """Return the log-moments of a composition on `rdp.ORDERS` (curves are cached by event)."""
     total = np.zeros_like(rdp.ORDERS)
     for event, count in parts:
@@ -173,7 +174,7 @@ def rdp_epsilon(parts: Parts, delta: float, adjacency: Adjacency) -> float:
     return value
 
 
-def _finite_orders(parts: Parts, order: float) -> rdp.FloatArray:
+def _finite_orders(parts: Parts, order: float) -> FloatArray:
     top = 2.0 * order + 10.0
     for event, _ in parts:
         if isinstance(event, PaveEvent):

@@ -144,11 +144,9 @@ def _between(x: _Bracket, target: float, turn: int, width: float) -> float:
     if not 0.0 < x.value < x.low_value < math.inf or turn % 4 == 3:
         return math.exp(0.5 * (a + b))
     share = (math.log(x.low_value) - math.log(target)) / (math.log(x.low_value) - math.log(x.value))
-    point = a + share * (b - a)
-    # half a width to the side that is farther away, so that the next point closes the bracket
-    point += 0.4 * width if point - a > b - point else -0.4 * width
-    if turn % 2 == 0:
-        point = a + share * (b - a) + 0.4 * width
+    root = a + share * (b - a)
+    # first just to the private side of the estimate, then just to the other one: two hits close the bracket
+    point = root - 0.4 * width if b - root <= 0.6 * width else root + 0.4 * width
     return math.exp(min(b - 0.02 * (b - a), max(a + 0.02 * (b - a), point)))
 
 

@@ -16,7 +16,7 @@ from fedlora.accounting import _checks
 from fedlora.accounting.events import Event, _set
 from fedlora.errors import PrivacyParameterError
 
-_SECRET = (
+_UNSEEN = (
     "the projection is secret: never released, not derivable from a seed, and no product with it is released"
 )
 _INDEPENDENT = (
@@ -54,7 +54,7 @@ class VectorProjectionEvent(Event):
     def conditions(self) -> tuple[str, ...]:
         """Secrecy, independence, unit norm, alignment, one vector."""
         return (
-            _SECRET,
+            _UNSEEN,
             _INDEPENDENT,
             "the query is one vector of norm 1 (a matrix of two or more rows has no finite epsilon)",
             f"neighbouring queries have an inner product of at least {self.alignment:.9g}",
@@ -110,7 +110,7 @@ class M1Event(Event):
     def conditions(self) -> tuple[str, ...]:
         """Secrecy, independence and the adjacency's alignment parameters."""
         return (
-            _SECRET,
+            _UNSEEN,
             _INDEPENDENT,
             "every column has norm 1 and neighbouring inputs satisfy Definition 4 with the stated alignment, residual "
             "norm, span and column distance (properties of the data that training cannot verify)",
@@ -163,8 +163,9 @@ class SketchEvent(Event):
     def conditions(self) -> tuple[str, ...]:
         """Secrecy, independence (one step), eigenvalue bound, smoothness."""
         return (
-            _SECRET,
-            "only lora_B is released, once; for more than one step the query depends on the projection and the proof fails",
+            _UNSEEN,
+            "only lora_B is released, once; after more than one step the query depends on the projection and the "
+            "proof fails",
             "the smallest eigenvalue of the query's Gram matrix has the stated lower bound for every data set",
             "the loss is smooth and every record's gradient has the stated norm bound",
         )
@@ -225,7 +226,7 @@ class PaveEvent(Event):
     def conditions(self) -> tuple[str, ...]:
         """Secrecy, independence, common support, covariance stability."""
         return (
-            _SECRET,
+            _UNSEEN,
             _INDEPENDENT,
             "the query lies in a fixed public subspace and its covariance is positive definite",
             "covariance stability holds with the stated gamma for every ordered pair of neighbouring data sets",

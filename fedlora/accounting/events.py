@@ -265,7 +265,8 @@ class NoisyProjectionEvent(Event):
         drawn = (
             "each projection is drawn by the data owner from fresh entropy and released with its step only"
             if self.projection_source == "client"
-            else "the party that draws the shared projection does so honestly, from fresh entropy, after the weights are fixed"
+            else "the party that draws the shared projection does so honestly, from fresh entropy, after the "
+            "weights are fixed"
         )
         sampling = (
             ("records are Poisson-sampled and the divisor is public",) if self.sample_rate is not None else ()

@@ -2,7 +2,8 @@
 
 "LoRA and Privacy: When Random Projections Help (and When They Don't)", Theorems 3 and 4, Lemmas 2, 14 and 15. A
 conditional analysis. Two places of the paper are replaced by sharper valid ones: Eq. 3's classical Gaussian formula,
-which is proved for epsilon < 1 only, by the exact Gaussian profile; Lemma 2 by the exact profile of the residual vector.
+which is proved for epsilon < 1 only, by the exact Gaussian profile; Lemma 2 by the exact profile of the
+residual vector.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """PAVE specifications: intrinsic and certified privacy, corrected, and risk bounds.
 
-"PAVE Specifications of Learnwares Yield Intrinsic Privacy-Preserving Capabilities". Theorem 3.5's regime is conditional;
-Theorem 3.9's mechanism (noise in the low-rank space) is a real guarantee, but its Eq. 28, a sum over layers of
+"PAVE Specifications of Learnwares Yield Intrinsic Privacy-Preserving Capabilities". Theorem 3.5's regime is
+conditional; Theorem 3.9's mechanism (noise in the low-rank space) is a real guarantee, but its Eq. 28, a sum over
+layers of
 *subsampled* terms, is false for sampling rates below 1: the layers share one batch. Clipping each of L layers to C with
 noise sigma C is one subsampled Gaussian whose noise multiplier is sigma / sqrt(L).
 """
@@ -29,7 +30,10 @@ def sensitivity_of_mean(bound: float, records: int) -> float:
 
 
 def order_two(event: PaveEvent, delta: float) -> float:
-    """Return Theorem 3.5's epsilon (Eq. 25): sum r k / 2 log(1 / (1 - gamma^2)) + log(1 / delta), layers by Lemma 7.12."""
+    """Return Theorem 3.5's epsilon, Eq. 25: sum of r k / 2 log(1 / (1 - gamma^2)) + log(1 / delta).
+
+    Layers add by Lemma 7.12.
+    """
     rho = sum(-0.5 * x.rank * x.dimension * math.log1p(-x.gamma * x.gamma) for x in event.layers)
     return rho - math.log(_checks.delta(delta))
 
@@ -67,8 +71,8 @@ def risk_bound(epsilon: float, delta: float) -> float:
 def risk_bound_tight(epsilon: float, delta: float) -> float:
     """Return the total-variation bound (e^eps - 1 + 2 delta) / (e^eps + 1), never above `risk_bound`.
 
-    Lemma 4.1's step g_D(u) <= e^eps g_D'(u) + delta, used in both directions, bounds the distance of the two conditional
-    laws by this value for every u.
+    Lemma 4.1's step g_D(u) <= e^eps g_D'(u) + delta, used in both directions, bounds the distance of the two
+    conditional laws by this value for every u.
     """
     value = _checks.real("epsilon", epsilon, at_least=0.0)
     half = math.tanh(value / 2.0)

@@ -44,7 +44,7 @@ def gaussian_parts(parts: Parts) -> tuple[float, tuple[tuple[float, float, int],
 
 
 def envelope(event: Event) -> tuple[float, float] | None:
-    """Return (noise multiplier, rate) of the Gaussian mechanism that an event is, or post-processes; None if neither."""
+    """Return (noise multiplier, rate) of the Gaussian mechanism that an event is or post-processes, or None."""
     if isinstance(event, GaussianEvent):
         return event.noise_multiplier, 1.0
     if isinstance(event, PoissonGaussianEvent):

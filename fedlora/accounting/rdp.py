@@ -76,7 +76,7 @@ def poisson_moment(order: int, rate: float, log_factors: FloatArray) -> float:
         excess = np.where(factors > 30.0, factors, np.log(np.expm1(np.minimum(factors, 30.0))))
     total = float(logsumexp(weights + excess))
     margin = 1.0e-12 * (1.0 + order**0.5)
-    return (total if total > 40.0 else math.log1p(math.exp(total))) * (1.0 + margin)
+    return float((total if total > 40.0 else math.log1p(math.exp(total))) * (1.0 + margin))
 
 
 def _interpolate(orders: FloatArray, whole: FloatArray, moments: FloatArray) -> FloatArray:

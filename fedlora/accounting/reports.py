@@ -22,7 +22,7 @@ class Adjacency(enum.StrEnum):
     @classmethod
     def parse(cls, value: object) -> Adjacency:
         """Return the relation for a member or its text ('-' and '_' alike), or raise PrivacyParameterError."""
-        text = value.replace("-", "_") if isinstance(value, str) else value
+        text: Any = value.replace("-", "_") if isinstance(value, str) else value
         try:
             return cls(text)
         except ValueError:

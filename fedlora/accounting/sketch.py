@@ -1,8 +1,9 @@
 """The secret Gaussian sketch: Lemmas 7.1 and 7.2, Corollary 7.3 and both conversions.
 
 "LoRA Provides Differential Privacy by Design via Random Sketching". A conditional analysis: the sketching matrix must
-stay secret. The lemma's last step calls the product with A a post-processing of the sketch, which fails because A is the
-mechanism's own secret; and for more than one step the query depends on A. The inequality in its Eq. 43 is printed the
+stay secret. The lemma's last step calls the product with A a post-processing of the sketch, which fails because A is
+the mechanism's own secret; and for more than one step the query depends on A. The inequality in its Eq. 43 is
+printed the
 wrong way round; the bound itself stands.
 """
 

@@ -1,7 +1,8 @@
 """The published bound for M2: Theorem 5 and its composition recipe, for comparison and on request.
 
-"LoRA and Privacy: When Random Projections Help (and When They Don't)", Theorem 5, Lemma 17, Appendix F.2. The mean of the
-privacy loss under P is +mu/2 (Lemma 16 prints the other sign) and its variance mu (the last display of its proof halves
+"LoRA and Privacy: When Random Projections Help (and When They Don't)", Theorem 5, Lemma 17, Appendix F.2. The
+mean of the privacy loss under P is +mu/2 (Lemma 16 prints the other sign) and its variance mu (the last display of
+its proof halves
 it); T(eps; mu) is a two-sided tail, larger than the exact Gaussian profile.
 """
 

@@ -4,15 +4,17 @@
 conditional analysis: the projection must stay secret and only one vector may be released.
 
 Exact profile. By Lemma 8 the privacy loss is L = c ln A + (B / 2)(1 / A - 1), c = (d - r + 1) / 2, with
-A = rho + sqrt(1 - rho^2) K2 / sqrt(K1) and B = K1 + K2^2 + K3. The ratio K2 / sqrt(K1) is a function of the direction of
-a Gaussian vector in r + 1 dimensions and K1 + K2^2 its squared length, so A and B are independent, B ~ chi^2_(d+r-1).
-The integral over B has a closed form, and with K2 / sqrt(K1) = tan(theta), density proportional to cos^(r-1)(theta), one
-bounded integral is left: delta(eps) = P(A <= 0) + E[(1 - exp(eps - L))_+; A > 0].
+A = rho + sqrt(1 - rho^2) K2 / sqrt(K1) and B = K1 + K2^2 + K3. The ratio K2 / sqrt(K1) is a function of the direction
+of a Gaussian vector in r + 1 dimensions and K1 + K2^2 its squared length, so A and B are independent,
+B ~ chi^2_(d+r-1).
+The integral over B has a closed form, and with K2 / sqrt(K1) = tan(theta), density proportional to cos^(r-1)(theta),
+one bounded integral is left: delta(eps) = P(A <= 0) + E[(1 - exp(eps - L))_+; A > 0].
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -91,7 +93,7 @@ def _integral(width: int, rank: int, alignment: float, epsilon: float, panels: i
     x, w = _nodes(panels)
     norm = betaln(rank / 2.0, 0.5)
     total = 0.0
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         theta = start + (stop - start) * x
         a = np.cos(phi - theta) / np.cos(theta)
         density = np.exp((rank - 1.0) * np.log(np.cos(theta)) - norm)

@@ -52,7 +52,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Account for any mechanism without training.",
-    epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1.0 --steps 1000 --delta 1e-5 --json",
+    epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1 --steps 1000 --delta 1e-5",
 )
 app.add_typer(calibrate_app, name="calibrate")
 

@@ -41,7 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Solve for noise, steps, rate or another parameter; the target is met at the result.",
-    epilog="Example: fedlora account calibrate gaussian --target-epsilon 3 --delta 1e-5 --sample-rate 0.1 --steps 210 --json",
+    epilog="Example: fedlora account calibrate gaussian --target-epsilon 3 --delta 1e-5 --sample-rate 0.1 --steps 210",
 )
 TargetOption = Annotated[float, typer.Option("--target-epsilon", help="The epsilon that must not be passed.")]
 SolveOption = Annotated[str, typer.Option("--solve-for", help="noise_multiplier, steps or sample_rate.")]

@@ -95,12 +95,14 @@ def _group(text: str, noise: float | None, out_width: int | None) -> ProjectionG
     try:
         plain = width.lower() in ("none", "")
         scale = float(weight or 1.0) * (float(own) if own else float("nan") if noise is None else noise)
-        shape = (None, None) if plain else (int(width), int(rank))
+        shape = None if plain else (int(width), int(rank))
     except ValueError:
         raise PrivacyParameterError(f"--group: got {text!r}, allowed are numbers after the name") from None
     if not scale > 0.0:
         raise PrivacyParameterError(f"--group {name}: weight times noise must be > 0; name both")
-    return ProjectionGroup(name, *shape, 1.0 / scale, out_width)
+    if shape is None:
+        return ProjectionGroup(name, None, None, 1.0 / scale)
+    return ProjectionGroup(name, shape[0], shape[1], 1.0 / scale, out_width)
 
 
 def layers_of(

@@ -84,7 +84,8 @@ def test_conditional_families_print_their_conditions() -> None:
     for line in (
         "vector --width 400 --rank 32 --alignment 0.999 --delta 0.01",
         "vector --width 400 --rank 32 --alignment 0.3 --delta 0.01 --preprocess-radius 60 --preprocess-delta 0.001",
-        "m1 --width 60 --rank 20 --span 5 --alignment 0.999 --residual 0.3 --column-distance 0.05 --noise-std 2 --delta 1e-3",
+        "m1 --width 60 --rank 20 --span 5 --alignment 0.999 --residual 0.3 --column-distance 0.05 --noise-std 2 "
+        "--delta 1e-3",
         "sketch --rank 16 --tau 64 --gamma 1000 --delta 1e-5 --order 2",
         "pave --rank 8 --dimension 8 --gamma 0.01 --delta 1e-5 --order 2",
         "pave --layer 8:8:0.01 --layer 4:4:0.02 --delta 1e-5",
@@ -161,7 +162,8 @@ def test_plots_draw_the_alternatives(tmp_path: Path) -> None:
     assert {"exact profile", "Theorem 1", "rank"} <= set(texts)
     chart = tmp_path / "projection.svg"
     run(
-        f"projection --width 200 --rank 8 --noise-multiplier 0.5 --delta 1e-5 --sweep noise_multiplier:0.5:2:3 --plot {chart}"
+        f"projection --width 200 --rank 8 --noise-multiplier 0.5 --delta 1e-5 "
+        f"--sweep noise_multiplier:0.5:2:3 --plot {chart}"
     )
     assert "Theorem 5" in chart.read_text()
     with pytest.raises(PrivacyParameterError, match="sweep"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -88,9 +89,9 @@ def test_theorem_1_lies_above_the_exact_profile(
 
 def test_theorem_1_grows_as_alignment_falls() -> None:
     values = [vector.theorem1(200, 32, rho, 0.01) for rho in np.linspace(0.8, 0.9999, 40)]
-    assert all(a >= b for a, b in zip(values[:-1], values[1:], strict=True))
+    assert all(a >= b for a, b in itertools.pairwise(values))
     exact = [vector.profile(200, 32, float(rho), 0.5) for rho in np.linspace(0.8, 0.9999, 40)]
-    assert all(a >= b * (1 - 1e-9) for a, b in zip(exact[:-1], exact[1:], strict=True))
+    assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(exact))
 
 
 def test_vector_limits() -> None:
