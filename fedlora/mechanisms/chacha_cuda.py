@@ -130,7 +130,7 @@ def check(device):
         )
 
 
-def random_words(count, device):
+def random_words(count: int, device: torch.device) -> torch.Tensor:
     """Return (count,) int64 uniform words from a fresh operating-system key. SENSITIVE."""
     if device not in _checked:
         check(device)
