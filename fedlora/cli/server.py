@@ -36,6 +36,12 @@ def server(
         bool, typer.Option("--resume", help="Go on with the unfinished run of --state.")
     ] = False,
     new: Annotated[bool, typer.Option("--new", help="Start a new run although one is unfinished.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="Go on if a run is unfinished, start one if there was none, else do nothing."
+        ),
+    ] = False,
     stay: Annotated[bool, typer.Option("--stay", help="Keep serving after the run is over.")] = False,
     max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a crash.")] = 5,
     metrics: Annotated[
@@ -51,6 +57,8 @@ def server(
     Example: fedlora server run.yaml --certs certs --allow allow.json --host 0.0.0.0
 
     Example: fedlora server run.yaml --resume
+
+    Example: fedlora server run.yaml --once  (for service managers that start it again and again)
     """
     from fedlora.cli.metrics import MetricsServer
     from fedlora.cli.processes import StopSignals
@@ -74,7 +82,7 @@ def server(
         stay=stay,
     )
     stop = StopSignals()
-    role = ServerRole(plan, app_dir=find_app_dir(), resume=resume, new=new)
+    role = ServerRole(plan, app_dir=find_app_dir(), resume=resume, new=new, once=once)
     endpoint = MetricsServer(metrics, role.registry, role.ready) if metrics else None
     try:
         status = role.serve(stop)

@@ -110,7 +110,9 @@ class RunFile:
 class ServerRole:
     """Runs one server until its run is over or it is stopped."""
 
-    def __init__(self, plan: ServerPlan, *, app_dir: Path, resume: bool, new: bool) -> None:
+    def __init__(
+        self, plan: ServerPlan, *, app_dir: Path, resume: bool, new: bool, once: bool = False
+    ) -> None:
         """Check the plan and prepare the state folder.
 
         Raises:
@@ -120,7 +122,10 @@ class ServerRole:
         self._plan, self._app_dir = plan, app_dir
         plan.state.mkdir(parents=True, exist_ok=True)
         self._run = RunFile.read(plan.state)
-        self._resume = self._choose_run(resume=resume, new=new)
+        self._over = once and bool(self._run.run_id) and self._run.finished
+        self._resume = not self._over and self._choose_run(
+            resume=resume or (once and not new), new=new, once=once
+        )
         self._state = StateFile(plan.state, "server")
         self._audit = AuditLog(plan.state / "audit.jsonl")
         self.registry = Registry()
@@ -155,9 +160,13 @@ class ServerRole:
             FedLoraError: what ended the run, or DeploymentError after too many restarts.
         """
         try:
+            if self._over and not self._plan.stay:
+                return "finished"
             self._start_superlink()
-            self._start_run()
-            status = self._watch(stop)
+            status = "finished"
+            if not self._over:
+                self._start_run()
+                status = self._watch(stop)
             while self._plan.stay and status != "stopped" and not stop.wait(1.0):
                 self._sync_keys()
             self._state.update(status=status)
@@ -170,14 +179,14 @@ class ServerRole:
 
     # -- starting ----------------------------------------------------------------------------------
 
-    def _choose_run(self, *, resume: bool, new: bool) -> bool:
+    def _choose_run(self, *, resume: bool, new: bool, once: bool) -> bool:
         """Decide which run this is; return whether it goes on from a checkpoint."""
         unfinished = bool(self._run.run_id) and not self._run.finished
         if unfinished and not resume and not new:
             raise CheckpointError(
                 f"run {self._run.run_id} is unfinished in {self._plan.state}; give --resume to go on, or --new"
             )
-        if resume and not self._run.run_id:
+        if resume and not once and not self._run.run_id:
             raise CheckpointError(f"--resume: {self._plan.state} holds no run")
         if resume and unfinished:
             return True
