@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fedlora.aggregation.types import Blocks, Float64
 
 GROUP: Final = 8
-_PIECE: Final = 1 << 14
+_PIECE: Final = 1 << 15
 
 
 class RunningSum:
