@@ -20,6 +20,8 @@ from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import ModelError, PrivacyError
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.noise import NoiseSource
+from fedlora.mechanisms.stages import NoisyUpdate
+from fedlora.training.cohort_parallel import DataParallel
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.wire.payload import AdapterPayload
 
@@ -80,19 +82,26 @@ class CohortEngine:
         mechanism: the bound stages.
         task: collates records and computes per-record losses.
         config: the resolved configuration.
+        parallel: this process's place in a group that trains together on several devices.
 
     Raises:
         ModelError: if nothing would be trained.
     """
 
     def __init__(
-        self, adapted: AdaptedModel, mechanism: Mechanism, task: CohortTask, config: FedLoraConfig
+        self,
+        adapted: AdaptedModel,
+        mechanism: Mechanism,
+        task: CohortTask,
+        config: FedLoraConfig,
+        parallel: DataParallel | None = None,
     ) -> None:
         """Check that there is something to train and prepare the passes."""
         if adapted.num_trained() == 0:
             raise ModelError("adapter: 0 trained values; name target_modules or modules_to_save")
         self.adapted, self.mechanism, self.config = adapted, mechanism, config
         self._passes = PassRunner(adapted, task, config.training.micro_batch_size)
+        self._parallel = parallel
         cohort = config.simulation.cohort
         self._cohort = None if cohort == "auto" else int(cohort)
 
@@ -135,8 +144,7 @@ class CohortEngine:
         taken = 0
         for step in range(steps):
             state = mechanism.stages.prepare(mechanism, state)
-            clipped = self._passes.clipped_sums(mechanism, state, [job.draw() for job in jobs])
-            update = mechanism.noise(state, clipped, sources)
+            update = self._noisy_sums(mechanism, state, jobs, sources)
             if update.event != expected:
                 raise PrivacyError(
                     "step event: what ran differs from what was announced; nothing is released"
@@ -150,6 +158,26 @@ class CohortEngine:
             ClientUpdate(job.client, own, expected, taken, slots)
             for job, own, slots in zip(jobs, payloads, _split_slots(state, len(jobs)), strict=True)
         ]
+
+    def _noisy_sums(
+        self,
+        mechanism: Mechanism,
+        state: LocalState,
+        jobs: Sequence[ClientJob],
+        sources: Sequence[NoiseSource],
+    ) -> NoisyUpdate:
+        """Draw, run the passes, clip, sum and add noise: all that is SENSITIVE of one step."""
+        if self._parallel is None:
+            clipped = self._passes.clipped_sums(mechanism, state, _draw(jobs))
+            return mechanism.noise(state, clipped, sources)
+        parallel = self._parallel
+        part = self._passes.clipped_sums(mechanism, state, parallel.share(lambda: _draw(jobs)))
+        total = parallel.add(part)
+        return parallel.noise(mechanism, lambda: mechanism.noise(state, total, sources), total.blocks)
+
+
+def _draw(jobs: Sequence[ClientJob]) -> list[Sequence[Any]]:
+    return [job.draw() for job in jobs]
 
 
 def _with_slots(state: LocalState, jobs: Sequence[ClientJob]) -> LocalState:
