@@ -44,6 +44,7 @@ GROUP_HEAD: Final = "head"
 ENV_NUM_THREADS: Final = "OMP_NUM_THREADS"
 ENV_TRAINER_SOCKET: Final = "FEDLORA_TRAINER_SOCKET"
 ENV_TRAINER_TOKEN: Final = "FEDLORA_TRAINER_TOKEN_FILE"  # noqa: S105 (the name of a variable)
+ENV_ROSTER: Final = "FEDLORA_ROSTER_FILE"
 
 
 def block_name(module: str, block: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +13,29 @@ from flwr.serverapp import Grid
 
 import fedlora
 from fedlora.errors import FedLoraError, TooFewRepliesError
+from fedlora.names import ENV_ROSTER
 from fedlora.simulation.messages import from_record, to_record
 from fedlora.training.port import hello_packet, unpack_hello
 
 _LOG = logging.getLogger(__name__)
 ASK_SECONDS = 60.0
 """Bound of one question to the nodes."""
+
+
+def allowed_clients(node: int) -> frozenset[str] | None:
+    """Return the clients that a node may answer for by the allow-list; None where there is no allow-list.
+
+    A deployment's allow-list that cannot be read allows nobody.
+    """
+    path = os.environ.get(ENV_ROSTER)
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            clients = json.load(stream)[str(node)]
+        return frozenset(str(client) for client in clients)
+    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset()
 
 
 class Roster:
@@ -75,6 +94,11 @@ class Roster:
                 hello.code_hash,
                 fedlora.__version__,
             )
+            return
+        allowed = allowed_clients(node)
+        foreign = [] if allowed is None else [client for client in hello.clients if client not in allowed]
+        if foreign:
+            _LOG.warning("node %s may not answer for %s; left out (see the allow-list)", node, foreign[:3])
             return
         taken = {client for clients in self._clients.values() for client in clients}
         double = [client for client in hello.clients if client in taken]

@@ -7,7 +7,6 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,17 @@ from fedlora.cli.keyring import AllowList
 from fedlora.cli.metrics import Registry
 from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate
 from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
+from fedlora.cli.serving_files import absolute_sources, control_token, ended_with, last_line, read_json
 from fedlora.cli.state import AuditLog, StateFile
 from fedlora.cli.superlink import ENV_CONTROL_TOKEN, ENV_OPEN_FILE
-from fedlora.config import FedLoraConfig, config_container, config_from_container, save_resolved
+from fedlora.config import FedLoraConfig, save_resolved
 from fedlora.errors import CheckpointError, DeploymentError, FedLoraError
+from fedlora.names import ENV_ROSTER
 
 _LOG = logging.getLogger("fedlora.server")
 START_SECONDS = 60.0
+ROSTER_FILE = "roster.json"
+"""Node id to the clients that it may answer for; the ServerApp reads it."""
 ANY_HOSTS = ("0.0.0.0", "::", "127.0.0.1", "::1")  # noqa: S104 - the server is meant to be reached
 
 
@@ -129,7 +132,7 @@ class ServerRole:
         self._state = StateFile(plan.state, "server")
         self._audit = AuditLog(plan.state / "audit.jsonl")
         self.registry = Registry()
-        self._token = _control_token(plan.state)
+        self._token = control_token(plan.state)
         self._child: Child | None = None
         self._control: Control | None = None
         self._flower_run: int | None = None
@@ -209,7 +212,11 @@ class ServerRole:
         ]
         gate = state / "gate.open"
         gate.unlink(missing_ok=True)
-        places = {ENV_CONTROL_TOKEN: str(state / "control.token"), ENV_OPEN_FILE: str(gate)}
+        places = {
+            ENV_CONTROL_TOKEN: str(state / "control.token"),
+            ENV_OPEN_FILE: str(gate),
+            ENV_ROSTER: str(state / ROSTER_FILE),
+        }
         environment = child_environment(places, state / "flower")
         self._child = Child(
             "superlink", command, environment=environment, folder=state / "empty", log=state / "superlink.log"
@@ -268,11 +275,15 @@ class ServerRole:
             control.unregister(known[key].node_id)
             self._audit.write("site removed", site=known[key].name, node=known[key].node_id)
             _LOG.warning("site %s is no longer allowed; its node was removed", known[key].name)
+        nodes = {key: node.node_id for key, node in known.items() if key in wanted}
         for key, entry in wanted.items():
             if key not in known:
-                node = control.register(key, entry.name)
+                node = nodes[key] = control.register(key, entry.name)
                 self._audit.write("site registered", site=entry.name, node=node, key=entry.fingerprint)
                 _LOG.info("site %s may connect (%s)", entry.name, entry.fingerprint)
+        roster = {str(nodes[key]): list(entry.clients) or [entry.name] for key, entry in wanted.items()}
+        content = (json.dumps(roster) + "\n").encode()
+        write_file(self._plan.state / ROSTER_FILE, content, mode=PUBLIC, replace=True)
         self._allow_seen = seen
 
     # -- watching ----------------------------------------------------------------------------------
@@ -305,7 +316,7 @@ class ServerRole:
         Raises:
             FedLoraError: the error that ended it.
         """
-        summary = _read_json(self.run_folder / "summary.json")
+        summary = read_json(self.run_folder / "summary.json")
         status = str(summary.get("status", ""))
         if state.sub_status == "completed":
             self._run.finished = True
@@ -316,7 +327,7 @@ class ServerRole:
         known = getattr(errors, name, None) if name else None
         if isinstance(known, type) and issubclass(known, FedLoraError):
             self._audit.write("run failed", run=self.run_id, error=name)
-            raise _ended(
+            raise ended_with(
                 known, f"run {self.run_id} failed: {summary.get('message') or name}; see superlink.log"
             )
         self._again(f"ServerApp ended ({state.sub_status} {state.details})")
@@ -344,7 +355,7 @@ class ServerRole:
             self._child.stop()
 
     def _note_progress(self) -> None:
-        line = _last_line(self.run_folder / "metrics.jsonl")
+        line = last_line(self.run_folder / "metrics.jsonl")
         number = line.get("round")
         if isinstance(number, int):
             self.registry.set("fedlora_round", number)
@@ -373,57 +384,3 @@ class ServerRole:
         if self._child is not None:
             self._child.stop()
         self._audit.close()
-
-
-def absolute_sources(config: FedLoraConfig) -> FedLoraConfig:
-    """Return a copy whose file paths are absolute: the ServerApp runs in another folder."""
-    container = config_container(config)
-    _absolute(container["data"]["source"])
-    evaluation = container["data"].get("public_eval")
-    if evaluation is not None and evaluation.get("source") is not None:
-        _absolute(evaluation["source"])
-    model = container["model"]
-    if Path(model["name_or_path"]).is_dir():
-        model["name_or_path"] = str(Path(model["name_or_path"]).resolve())
-    return config_from_container(container, deployment=True)
-
-
-def _absolute(source: dict[str, Any]) -> None:
-    if source.get("kind") == "file":
-        source["paths"] = [str(Path(path).absolute()) for path in source["paths"]]
-
-
-def _control_token(state: Path) -> str:
-    path = state / "control.token"
-    if not path.exists():
-        write_file(path, secrets.token_hex(32).encode())
-    return path.read_text().strip()
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _last_line(path: Path) -> Mapping[str, Any]:
-    try:
-        with path.open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - 65536))
-            lines = stream.read().splitlines()
-        found = json.loads(lines[-1]) if lines else {}
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _ended(kind: type[FedLoraError], message: str) -> FedLoraError:
-    """Build an error of another process's class, so that the exit code is that of its cause."""
-    error = kind.__new__(kind)
-    Exception.__init__(error, message)
-    if isinstance(error, errors.ConfigError):
-        error.problems = ()
-    return error

@@ -1,0 +1,71 @@
+"""Small helpers of the server's role: paths, tokens, files of a run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedlora import errors
+from fedlora.cli.files import write_file
+from fedlora.config import FedLoraConfig, config_container, config_from_container
+from fedlora.errors import FedLoraError
+
+
+def absolute_sources(config: FedLoraConfig) -> FedLoraConfig:
+    """Return a copy whose file paths are absolute: the ServerApp runs in another folder."""
+    container = config_container(config)
+    _absolute(container["data"]["source"])
+    evaluation = container["data"].get("public_eval")
+    if evaluation is not None and evaluation.get("source") is not None:
+        _absolute(evaluation["source"])
+    model = container["model"]
+    if Path(model["name_or_path"]).is_dir():
+        model["name_or_path"] = str(Path(model["name_or_path"]).resolve())
+    return config_from_container(container, deployment=True)
+
+
+def _absolute(source: dict[str, Any]) -> None:
+    if source.get("kind") == "file":
+        source["paths"] = [str(Path(path).absolute()) for path in source["paths"]]
+
+
+def control_token(state: Path) -> str:
+    """Return the operator's token of a state folder; make it (0600) if there is none."""
+    path = state / "control.token"
+    if not path.exists():
+        write_file(path, secrets.token_hex(32).encode())
+    return path.read_text().strip()
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return a JSON object, empty if the file is missing or unreadable."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def last_line(path: Path) -> Mapping[str, Any]:
+    """Return the last JSON object of a JSON-lines file, empty if there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 65536))
+            lines = stream.read().splitlines()
+        found = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def ended_with(kind: type[FedLoraError], message: str) -> FedLoraError:
+    """Build an error of another process's class, so that the exit code is that of its cause."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    if isinstance(error, errors.ConfigError):
+        error.problems = ()
+    return error
