@@ -9,22 +9,23 @@ from typing import Literal
 
 import numpy as np
 
-from fedlora.accounting import _checks, gaussian, pld, prv, rdp
+from fedlora.accounting import _checks, gaussian, pld, projection_profile, prv, rdp
 from fedlora.accounting.conditional import M1Event, PaveEvent, SketchEvent, VectorProjectionEvent
 from fedlora.accounting.events import Event, NonPrivateEvent
 from fedlora.accounting.hypergeometric import FloatArray
 from fedlora.accounting.reports import Adjacency, EpsilonReport, merge
 from fedlora.errors import AccountingError, PrivacyParameterError, UnsupportedEventError
 
-AccountantName = Literal["best", "pld", "rdp", "prv"]
+AccountantName = Literal["best", "moment", "pld", "rdp", "prv"]
 Events = Event | Iterable[Event] | Iterable[tuple[Event, int]]
 Parts = pld.Parts
-_NAMES = ("best", "pld", "rdp", "prv")
+_NAMES = ("best", "moment", "pld", "rdp", "prv")
 _TOOLS = {
     "analytic": "exact Gaussian profile",
     "pld": "dp_accounting PLD, pessimistic",
     "rdp": "Renyi moments",
     "prv": "Opacus PRV, upper end",
+    "profile": "projection profile, composed PLD",
 }
 
 
@@ -52,8 +53,8 @@ def epsilon_of(
       events: one event, several, or (event, count) pairs. PUBLIC.
       delta: in (0, 1).
       adjacency: neighbouring relation.
-      accountant: "best" takes the smallest bound of every tool that applies and names it; "pld", "rdp" and "prv" ask
-        for one tool.
+      accountant: "best" takes the smallest bound of every tool that applies and names it; "moment" does so without
+        the projection profile (fast); "pld", "rdp" and "prv" ask for one tool.
       unit: what one neighbour differs in, copied into the report.
 
     Returns:
@@ -189,25 +190,30 @@ def _finite_orders(parts: Parts, order: float) -> FloatArray:
 def _bounds(parts: Parts, delta: float, adjacency: Adjacency, name: str) -> dict[str, float]:
     bounds: dict[str, float] = {}
     renyi = rdp_epsilon(parts, delta, adjacency)
-    if name in ("best", "rdp"):
+    if name in ("best", "moment", "rdp"):
         bounds["rdp"] = renyi
     if name == "prv":
         bounds["prv"] = prv.epsilon(parts, delta, adjacency)
         _check_prv(bounds["prv"], parts, delta, adjacency, renyi)
         return bounds
+    if name == "best":
+        value = projection_profile.epsilon(parts, delta, adjacency, renyi)
+        if value is not None:
+            bounds["profile"] = value
+    quick = name in ("best", "moment")
     split = pld.gaussian_parts(parts)
     if split is None or (name == "pld" and not pld.is_exact(parts)):
         return bounds
     exact = pld.is_exact(parts)
     gain = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
-    if name == "best" and not split[1]:
+    if quick and not split[1]:
         bounds["analytic"] = gaussian.epsilon_of_gaussian(delta, gain * math.sqrt(split[0]))
         if not math.isinf(bounds["analytic"]) and exact and bounds["analytic"] > renyi * (1.0 + 1e-9) + 1e-9:
             raise AccountingError(
                 _contradiction("the exact profile", bounds["analytic"], "Renyi moments", renyi)
             )
         return bounds
-    if name == "pld" or (name == "best" and (exact or _envelope_near(parts, delta, adjacency))):
+    if name == "pld" or (quick and (exact or _envelope_near(parts, delta, adjacency))):
         _add_pld(bounds, parts, delta, adjacency, renyi, exact)
     return bounds
 

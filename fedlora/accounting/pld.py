@@ -73,8 +73,8 @@ def _unprojected_dominates(event: Event) -> bool:
     return bool(plain) and max(plain) == max(group.kappa for group in event.groups)
 
 
-def _loss_range(sigma: float, rate: float, adjacency: Adjacency) -> float:
-    """Width of one step's privacy loss, up to a mass of about 1e-22."""
+def loss_range(sigma: float, rate: float, adjacency: Adjacency) -> float:
+    """Return the width of one step's privacy loss, up to a mass of about 1e-22."""
     mu = (2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0) / sigma
     top = mu * mu / 2.0 + 10.0 * mu
     return (
@@ -93,10 +93,11 @@ def choose_interval(widest: float, epsilon: float) -> float:
     """
     epsilon = min(epsilon, 1.0e9)
     wanted = min(1.0e-4, max(epsilon, 1e-6) / 2000.0) if epsilon < 20.0 else epsilon / 2.0e5
-    return _nice(max(wanted, widest / 3.0e5))
+    return nice(max(wanted, widest / 3.0e5))
 
 
-def _nice(value: float) -> float:
+def nice(value: float) -> float:
+    """Return the next number of the form 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     for digit in _NICE:
         if value <= digit * power * (1.0 + 1e-9):
@@ -105,7 +106,8 @@ def _nice(value: float) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _step(sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool) -> Any:
+def step(sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool) -> Any:
+    """Return dp_accounting's distribution of one sampled Gaussian step."""
     from dp_accounting import privacy_accountant
     from dp_accounting.pld import privacy_loss_distribution
 
@@ -133,7 +135,7 @@ def _composed(
     steps = [((1.0 / math.sqrt(full)), 1.0, 1)] if full > 0.0 else []
     total = None
     for sigma, rate, count in (*steps, *sampled):
-        one = _step(sigma, rate, interval, adjacency, pessimistic)
+        one = step(sigma, rate, interval, adjacency, pessimistic)
         many = one if count == 1 else one.self_compose(count)
         total = many if total is None else total.compose(many)
     return total
@@ -148,7 +150,7 @@ def _plan(parts: Parts, adjacency: Adjacency, rough: float) -> tuple[Any, float,
     steps.extend(sampled)
     if not steps:
         return None
-    widths = [_loss_range(sigma, rate, adjacency) for sigma, rate, _ in steps]
+    widths = [loss_range(sigma, rate, adjacency) for sigma, rate, _ in steps]
     interval = choose_interval(max(widths), rough)
     rounding = sum(
         4.0e-16 * count * (width / interval) ** 1.5

@@ -110,7 +110,7 @@ def projection(
     ] = None,
     group: GroupOption = None,
     clip: ClipOption = None,
-    bound: Annotated[str, typer.Option(help="moment or theorem5.")] = "moment",
+    bound: Annotated[str, typer.Option(help="moment, profile (tighter, slower) or theorem5.")] = "moment",
     adjacency: AdjacencyOption = "add-or-remove",
     accountant: AccountantOption = "best",
     plot: PlotOption = None,
@@ -136,6 +136,7 @@ def projection(
         kappa = max(g.kappa for g in one.groups)
         plain = sampled_event(1.0 / kappa, v["sample_rate"], v["steps"])
         return {
+            "profile bound": projection_report(one, v["steps"], delta, relation, "profile", "best").epsilon,
             "moment bound": projection_report(one, v["steps"], delta, relation, "moment", "best").epsilon,
             "Theorem 5": projection_report(one, v["steps"], delta, relation, "theorem5", "best").epsilon,
             "Gaussian, no projection": epsilon_of(plain, delta, adjacency=relation).epsilon,
@@ -158,10 +159,11 @@ def projection_report(
     Raises:
       PrivacyParameterError: if `bound` is unknown.
     """
-    if bound == "moment":
-        return epsilon_of(event.times(steps), delta, adjacency=adjacency, accountant=accountant)
+    if bound in ("moment", "profile"):
+        name = "moment" if bound == "moment" and accountant == "best" else accountant
+        return epsilon_of(event.times(steps), delta, adjacency=adjacency, accountant=name)
     if bound != "theorem5":
-        raise PrivacyParameterError(f"bound: got {bound!r}, allowed is moment | theorem5")
+        raise PrivacyParameterError(f"bound: got {bound!r}, allowed is moment | profile | theorem5")
     single = steps == 1 and len(event.groups) == 1 and event.sample_rate in (None, 1.0)
     if single:
         value = theorem5.one_shot(event, delta, adjacency=adjacency)

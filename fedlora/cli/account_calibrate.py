@@ -171,7 +171,7 @@ def projection(
     clip: ClipOption = None,
     solve_for: SolveOption = "noise_multiplier",
     adjacency: AdjacencyOption = "add-or-remove",
-    accountant: AccountantOption = "best",
+    accountant: AccountantOption = "moment",
     as_json: JsonOption = False,
 ) -> None:
     """Solve for the noisy projection; groups with an empty NOISE take the noise that is solved for."""

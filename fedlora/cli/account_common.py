@@ -31,7 +31,7 @@ from fedlora.errors import PrivacyParameterError
 
 DeltaOption = Annotated[float, typer.Option("--delta", help="Failure probability in (0, 1).")]
 AdjacencyOption = Annotated[str, typer.Option(help="add-or-remove or replace-one.")]
-AccountantOption = Annotated[str, typer.Option(help="best, pld, rdp or prv.")]
+AccountantOption = Annotated[str, typer.Option(help="best, moment, pld, rdp or prv.")]
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", help="Write epsilon over a swept parameter as SVG.")
 ]

@@ -63,7 +63,7 @@ def test_references_are_met_and_never_undercut(shared_dir: Path) -> None:
         event = acct.NoisyProjectionEvent.single(row["d"], row["r"], row["sigma"], row["q"]).times(
             row["steps"]
         )
-        got = acct.epsilon_of(event, row["delta"]).epsilon
+        got = acct.epsilon_of(event, row["delta"], accountant="moment").epsilon
         assert got <= row["eps_integer_orders_2_32"] * (1 + 1e-6)
         assert got >= row["eps_integer_orders_2_32"] * 0.98
 
@@ -90,7 +90,7 @@ def test_one_shot_sandwich_exact_ours_paper_gaussian() -> None:
         rank = int(rng.integers(2, max(3, width // 8)))
         sigma, delta = float(10 ** rng.uniform(-0.7, 0.5)), float(10 ** rng.uniform(-8, -3))
         event = acct.NoisyProjectionEvent.single(width, rank, sigma, out_width=1)
-        ours = acct.epsilon_of(event, delta).epsilon
+        ours = acct.epsilon_of(event, delta, accountant="moment").epsilon
         assert _exact_rank_one_delta(width, rank, sigma, ours) <= delta * (1 + 1e-6)
         assert ours <= acct.epsilon_of(acct.GaussianEvent(sigma), delta).epsilon * (1 + 1e-9)
         published = theorem5.one_shot(event, delta)
@@ -103,11 +103,13 @@ def test_one_shot_sandwich_exact_ours_paper_gaussian() -> None:
 
 def test_figures_of_the_bound_stay() -> None:
     one = acct.NoisyProjectionEvent.single(2000, 16, 0.5, out_width=10)
-    assert acct.epsilon_of(one, 1e-5).epsilon == pytest.approx(0.865, abs=2e-3)
+    assert acct.epsilon_of(one, 1e-5, accountant="moment").epsilon == pytest.approx(0.865, abs=2e-3)
     assert theorem5.one_shot(one, 1e-5) == pytest.approx(1.588, abs=2e-3)
     many = acct.NoisyProjectionEvent.single(768, 8, 0.2, 0.01, out_width=768)
     assert theorem5.composed(many, 1000, 1e-5, accountant="rdp") == pytest.approx(6.43, abs=0.01)
-    assert acct.epsilon_of(many.times(1000), 1e-5).epsilon == pytest.approx(1.856, abs=1e-3)
+    assert acct.epsilon_of(many.times(1000), 1e-5, accountant="moment").epsilon == pytest.approx(
+        1.856, abs=1e-3
+    )
 
 
 def _simulated_moment(
@@ -223,6 +225,7 @@ def test_mixed_histories_compose() -> None:
     both = acct.epsilon_of(parts, 1e-5).epsilon
     each = [acct.epsilon_of([part], 1e-5).epsilon for part in parts]
     assert max(each) < both < 2 * sum(each)
+    assert both <= acct.epsilon_of(parts, 1e-5, accountant="moment").epsilon
 
 
 @pytest.mark.parametrize("sigma", [0.01, 0.3, 10.0, 100.0])
