@@ -79,6 +79,7 @@ class Aggregator:
         self._recipe, self._plan, self._noise, self._charge = recipe, plan, noise, charge
         self._clip = None if plan is None else plan.clipping_norm
         self._open = False
+        self._shapes: dict[str, tuple[int, ...]] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -110,7 +111,9 @@ class Aggregator:
             recipe: this round's shared recipe, where it changes by round; the run's otherwise.
         """
         self._reset()
-        projected = self.mode.uplink == "projected"  # its recipe changes by round, its sum travels at its own rank
+        projected = (
+            self.mode.uplink == "projected"
+        )  # its recipe changes by round, its sum travels at its own rank
         if projected:
             recipe = current.recipe
         self._recipe = self._recipe if recipe is None else recipe
@@ -123,6 +126,9 @@ class Aggregator:
             mixed=self.mode.mixed or projected,
         )
         self.mode.begin(current)
+        self._shapes = None
+        if not self.mode.mixed:
+            self._shapes = expected_blocks(self.layout.modules, self.layout.extra, self.mode.uplink)
         if self.plan is not None:
             update_shapes = expected_blocks(current.modules, self.layout.extra, self.mode.uplink)
             self._release = ClientRelease(self.plan, current, update_shapes)
@@ -163,6 +169,7 @@ class Aggregator:
                 mixed=self.mode.mixed,
                 max_bytes=self.rules.max_bytes,
                 max_norm=None if bounded else self.rules.max_norm,
+                shapes=self._shapes,
             )
             used = self._weight(client, payload, weight)
         except (WireError, AggregationError) as error:

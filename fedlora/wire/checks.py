@@ -21,7 +21,7 @@ from fedlora.errors import (
 )
 from fedlora.names import split_block_name
 from fedlora.wire.layout import expected_blocks, payload_bytes
-from fedlora.wire.payload import AdapterLayout, AdapterPayload, ModuleSpec, PayloadKind
+from fedlora.wire.payload import AdapterLayout, AdapterPayload, Array, ModuleSpec, PayloadKind
 
 _PREFIXES: Final = ("base_model.model.", "_module.", "module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _NEEDS_RECIPE: Final = ("lora_b", "projected")
@@ -37,6 +37,7 @@ def check_payload(
     mixed: bool = False,
     max_bytes: int | None = None,
     max_norm: float | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> float:
     """Refuse a payload that is not exactly what was agreed.
 
@@ -49,6 +50,7 @@ def check_payload(
         mixed: clients may have their own rank, scaling and a subset of the modules.
         max_bytes: largest size of the blocks, in bytes.
         max_norm: largest Euclidean norm over all blocks (absurd updates).
+        shapes: `expected_blocks` of the layout, where many payloads are checked (not with `mixed`).
 
     Returns: the Euclidean norm over all blocks (SENSITIVE where the payload is).
 
@@ -74,7 +76,8 @@ def check_payload(
             "(and possibly all): "
             f"recipe {_short(payload.recipe)}, this run needs {_short(recipe)}; its lora_B cannot be averaged"
         )
-    shapes = expected_blocks(payload.modules if mixed else layout.modules, layout.extra, kind)
+    if shapes is None or mixed:
+        shapes = expected_blocks(payload.modules if mixed else layout.modules, layout.extra, kind)
     check_names(payload.blocks, shapes, who)
     return check_numbers(payload, shapes, who, max_norm)
 
@@ -151,20 +154,8 @@ def check_numbers(
         LayoutMismatchError: a shape or dtype differs.
         NonFinitePayloadError: NaN, infinity, overflow when squared, or a norm above `max_norm`.
     """
-    total = 0.0
-    for name, block in payload.blocks.items():
-        if block.dtype != np.float32 or block.shape != shapes[name]:
-            raise LayoutMismatchError(
-                f"{who}, layer {_layer(name)}: {block.dtype} {block.shape}; allowed: float32 {shapes[name]}"
-            )
-        flat = block.reshape(-1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            squared = float(np.dot(flat, flat))
-        if not math.isfinite(squared):
-            raise NonFinitePayloadError(
-                f"{who}, layer {_layer(name)}: NaN, infinity, or numbers that overflow when squared"
-            )
-        total += squared
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = sum(_squared(name, block, shapes[name], who) for name, block in payload.blocks.items())
     norm = math.sqrt(total)
     if max_norm is not None and not norm <= max_norm:
         raise NonFinitePayloadError(
@@ -172,6 +163,20 @@ def check_numbers(
             "(federation.aggregation.max_update_norm)"
         )
     return norm
+
+
+def _squared(name: str, block: Array, shape: tuple[int, ...], who: str) -> float:
+    if block.dtype != np.float32 or block.shape != shape:
+        raise LayoutMismatchError(
+            f"{who}, layer {_layer(name)}: {block.dtype} {block.shape}; allowed: float32 {shape}"
+        )
+    flat = block.reshape(-1)
+    squared = float(np.dot(flat, flat))
+    if not math.isfinite(squared):
+        raise NonFinitePayloadError(
+            f"{who}, layer {_layer(name)}: NaN, infinity, or numbers that overflow when squared"
+        )
+    return squared
 
 
 def _layer(name: str) -> str:
