@@ -15,9 +15,12 @@ w_g^2, so group g's noise-to-signal energy ratio is sigma^2 d_g / s_g. Minimisin
 which is Neyman's allocation. It depends neither on sigma nor on epsilon. Equal shares ignore that adapters have
 50 times more coordinates; shares proportional to d_g (equal noise per coordinate) starve the head.
 
-n_g is measured at the starting point on public sequences (random tokens with random labels by default) through
-the same model, so no private record is looked at and the weights cost no privacy. The adapters' norm follows
-from the layers' full gradient norms and the shapes alone (`mechanism_energy`).
+n_g is measured on public sequences (random tokens with random labels by default) through the same model, so no
+private record is looked at and the weights cost no privacy. One thing must not be taken from the starting point: a new
+head's weights are tiny there, and the adapters' gradients come through them, so they are small at first and grow with
+the head. The measurement is therefore made at a head of typical size: rows scaled up (never down) until a feature
+aligned with one would give the logit 2, neither undecided nor saturated (`typical_head_scale`). Where no model runs, the
+adapters' norm follows from the layers' full gradient norms and the shapes (`mechanism_energy`).
 """
 
 from __future__ import annotations
@@ -50,6 +53,27 @@ class GroupRule:
     norms: Mapping[str, float]
     dimensions: Mapping[str, int]
     typical_norm: float
+
+
+TYPICAL_LOGIT = 2.0
+"""Logit that one row of a typical trained head gives to a feature aligned with it."""
+
+
+def typical_head_scale(row_norm: float, feature_norm: float) -> float:
+    """Return the factor >= 1 by which a head's matrix is scaled up before public norms are measured.
+
+    Args:
+        row_norm: root mean square norm of the matrix's rows (one per output).
+        feature_norm: root mean square norm of its inputs on public records.
+
+    Example:
+        >>> typical_head_scale(0.5, 1.0)
+        4.0
+    """
+    reach = row_norm * feature_norm
+    if not (reach > 0 and math.isfinite(reach)):
+        return 1.0
+    return max(1.0, TYPICAL_LOGIT / reach)
 
 
 def neyman_weights(norms: Mapping[str, float], dimensions: Mapping[str, int]) -> GroupRule:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
+from fedlora.adapters.blocks import FlatBlocks
+from fedlora.adapters.deferred import DeferredGradient, OuterGradient
 from fedlora.adapters.records import RecordAxis
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Encoded, Task
 from fedlora.mechanisms.base import Mechanism, build_mechanism
-from fedlora.mechanisms.group_weights import mechanism_dimension, neyman_weights
+from fedlora.mechanisms.group_weights import mechanism_dimension, neyman_weights, typical_head_scale
 from fedlora.mechanisms.per_record import per_record_gradients
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
 
@@ -80,7 +83,10 @@ def _text(task: Task, generator: np.random.Generator, tokens: int) -> str:
 
 
 def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
-    """Return the root mean square of public records' gradient norms per group at the starting point.
+    """Return the root mean square of public records' gradient norms per group, at the adapter's start.
+
+    A new head is scaled to a typical size first (see `fedlora.mechanisms.group_weights`): the adapters' gradients
+    come through its weights, which are tiny at the start and grow within a few steps.
 
     Args:
         mechanism: built with equal weights.
@@ -90,10 +96,10 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
     adapted = parts.adapted
     state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
     state = mechanism.stages.prepare(mechanism, state)
-    low = state.values.like(state.values.flat.to(adapted.compute_dtype))
+    low = state.values.like(state.values.flat.to(adapted.compute_dtype, copy=True))
     sums: dict[str, float] = {}
-    for first in range(0, len(records), 16):
-        part = records[first : first + 16]
+    for first in (None, *range(0, len(records), 16)):
+        part = records[:16] if first is None else records[first : first + 16]
         axis = RecordAxis.of([len(part)], adapted.device)
         batch = {
             name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
@@ -108,9 +114,22 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
             axis,
             lambda batch=batch: parts.task.per_record_loss(adapted.model, batch),  # type: ignore[misc]
         )
+        if first is None:
+            _scale_head(low, gradients.deferred)
+            continue
         for group, squared in gradients.squared_norms.items():
             sums[group] = sums.get(group, 0.0) + float(squared.sum())
     return {group: math.sqrt(total / len(records)) for group, total in sums.items()}
+
+
+def _scale_head(values: FlatBlocks, heads: Mapping[str, DeferredGradient]) -> None:
+    """Scale trained matrices (not embeddings) up to a typical size, in place."""
+    for name, gradient in heads.items():
+        if isinstance(gradient, OuterGradient):
+            rows = values[name][0].mT if gradient.transposed else values[name][0]
+            row_norm = math.sqrt(float(rows.double().square().sum(1).mean()))
+            feature_norm = math.sqrt(float(gradient.x.double().square().sum(2).mean()))
+            values[name].mul_(typical_head_scale(row_norm, feature_norm))
 
 
 def with_group_weights(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:

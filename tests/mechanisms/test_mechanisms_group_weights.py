@@ -11,6 +11,7 @@ from fedlora.mechanisms.group_weights import (
     mechanism_dimension,
     mechanism_energy,
     neyman_weights,
+    typical_head_scale,
     weights_for,
 )
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
@@ -92,3 +93,37 @@ def test_prism_gets_a_much_smaller_head_weight_than_lora_fa() -> None:
 def test_one_group_alone_has_weight_one() -> None:
     layout = AdapterLayout({"m": SPEC}, {}, "0" * 64)
     assert weights_for("lora_fa", layout, {"m": 0.3}, 0.0).weights == {GROUP_ADAPTERS: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "feature", "factor"), [(0.5, 1.0, 4.0), (4.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0)]
+)
+def test_a_head_is_scaled_up_to_a_typical_size_and_never_down(
+    row: float, feature: float, factor: float
+) -> None:
+    assert typical_head_scale(row, feature) == factor
+
+
+@pytest.mark.parametrize("kind", ["prism", "lora_fa"])
+def test_public_norms_do_not_depend_on_how_tiny_a_new_head_starts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters' gradients pass through the head: measured at the start they would shrink with it."""
+    from types import SimpleNamespace
+
+    from engine_zoo import ZooTask, adapted_model, config, records
+
+    from fedlora.mechanisms import build_mechanism
+    from fedlora.training import groups
+
+    monkeypatch.setattr(groups, "public_records", lambda task: records("bert", (5,) * 20))
+    found = []
+    for size in (1e-2, 1e-4):
+        adapted = adapted_model("bert")
+        for name, leaf in adapted.leaves.items():
+            leaf.weight.data.mul_(size if name.endswith("classifier") else 1.0)
+        mechanism = build_mechanism(config(kind), adapted.layout)
+        parts = SimpleNamespace(task=ZooTask("bert"), adapted=adapted)
+        found.append(groups.group_norms(mechanism, parts))  # type: ignore[arg-type]
+    for group in (GROUP_ADAPTERS, GROUP_HEAD):
+        assert found[0][group] == pytest.approx(found[1][group], rel=0.05)
