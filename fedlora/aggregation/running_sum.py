@@ -2,7 +2,8 @@
 
 Up to `GROUP` payloads are held by reference and added together in cache-sized pieces, in float32
 within the group and in float64 across groups: a client costs about two memory copies of its bytes, and
-the relative rounding error stays below GROUP 2^-24 = 4.8e-7 of the sum of magnitudes. The order of the additions is the order of `add`: sorted clients give repeatable bits.
+the relative rounding error stays below GROUP 2^-24 = 4.8e-7 of the sum of magnitudes. The order of the
+additions is the order of `add`: sorted clients give repeatable bits.
 """
 
 from __future__ import annotations
