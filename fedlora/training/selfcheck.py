@@ -1,0 +1,138 @@
+"""Start-up self-checks: does this very set-up keep records apart, clip, and draw unseeded noise?
+
+They run on public random records, so that nothing private is touched. Audits call them, and a trainer may
+run them before its first round: a model or task that couples records would void the sensitivity bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from fedlora.config.schema import NoPrivacy, RecordPrivacy
+from fedlora.data import Encoded
+from fedlora.errors import SensitivityMismatchError
+from fedlora.mechanisms.noise import NoiseSource, OsNoise
+from fedlora.mechanisms.stages import ClippedSum
+from fedlora.training.cohort_passes import PassRunner
+from fedlora.training.groups import public_records
+from fedlora.training.session import Workbench
+
+_RECORDS: Final = 6
+_TOLERANCE: Final = 1e-3
+"""Relative; padding to another length changes float32 sums a little."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """PUBLIC. Outcome of one check.
+
+    Attributes:
+        name: what was checked.
+        passed: whether it held.
+        detail: figures that decided.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def check_uncoupled(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
+    """Compare each record's loss in a batch with its loss alone.
+
+    A loss that is normalised over the batch, a batch norm, or a model that mixes rows fails here.
+    """
+    task, model = bench.task, bench.adapted.model
+    bench.adapted.load(bench.initial_payload())
+    model.eval()
+    with torch.no_grad():
+        together = _losses(task, model, records)
+        alone = torch.cat([_losses(task, model, [one]) for one in records])
+        half = torch.cat([_losses(task, model, records[:2]), _losses(task, model, records[2:])])
+    scale = float(alone.abs().max().clamp(min=1e-6))
+    worst = max(float((together - alone).abs().max()), float((together - half).abs().max())) / scale
+    return SelfCheck(
+        "per-record loss is uncoupled", worst <= _TOLERANCE, f"largest relative change {worst:.2e}"
+    )
+
+
+def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
+    """Check that leaving out any one record moves the clipped sum by at most the bound, and that clipping acts."""
+    privacy = bench.config.privacy
+    if not isinstance(privacy, RecordPrivacy):
+        return SelfCheck(
+            "clip is active", isinstance(privacy, NoPrivacy), "no record-level privacy configured"
+        )
+    whole = _clipped(bench, records)
+    bound = privacy.max_grad_norm
+    moves = [
+        _distance(whole, _clipped(bench, [*records[:k], *records[k + 1 :]])) for k in range(len(records))
+    ]
+    worst = max(moves)
+    parts = len(set(whole.metric.group_of.values())) if whole.metric.per_layer else 1
+    allowed = bound * parts**0.5
+    passed = whole.bound == bound and worst <= allowed * (1 + _TOLERANCE)
+    return SelfCheck("clip is active", passed, f"largest move {worst:.4g}, bound {allowed:.4g}")
+
+
+def check_noise(source: NoiseSource | None = None) -> SelfCheck:
+    """Check that the noise source is unseeded: two sources differ although every public seed is the same."""
+    device = torch.device("cpu")
+    draws = []
+    for _ in range(2):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            draws.append((source or OsNoise()).gaussians(256, device, torch.float64))
+    private = (source or OsNoise()).private
+    spread = float(torch.cat(draws).std())
+    differ = not torch.equal(draws[0], draws[1])
+    passed = private and differ and 0.8 < spread < 1.2
+    return SelfCheck(
+        "noise is unseeded", passed, f"private {private}, draws differ {differ}, std {spread:.3f}"
+    )
+
+
+def run_selfchecks(bench: Workbench) -> list[SelfCheck]:
+    """Run every check on public random records."""
+    records = public_records(bench.task, _RECORDS, 24)
+    return [check_uncoupled(bench, records), check_clip(bench, records), check_noise()]
+
+
+def require_selfchecks(bench: Workbench) -> list[SelfCheck]:
+    """Run every check and refuse to go on if one fails.
+
+    Raises:
+        SensitivityMismatchError: naming the failed checks.
+    """
+    checks = run_selfchecks(bench)
+    failed = [f"{one.name} ({one.detail})" for one in checks if not one.passed]
+    if failed:
+        raise SensitivityMismatchError(f"self-check failed: {'; '.join(failed)}; nothing is trained")
+    return checks
+
+
+def _losses(task: Any, model: Any, records: Sequence[Encoded]) -> torch.Tensor:
+    losses: torch.Tensor = task.per_record_loss(model, task.collate(list(records)))
+    return losses.detach().to(torch.float64).cpu()
+
+
+def _clipped(bench: Workbench, records: Sequence[Encoded]) -> ClippedSum:
+    mechanism, adapted = bench.mechanism, bench.adapted
+    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
+    state = mechanism.stages.prepare(mechanism, state)
+    return PassRunner(adapted, bench.task).clipped_sums(mechanism, state, [list(records)])
+
+
+def _distance(left: ClippedSum, right: ClippedSum) -> float:
+    """Distance of two sums in the metric, largest over layers where each layer is clipped alone."""
+    total = 0.0
+    metric = left.metric
+    for group in dict.fromkeys(metric.group_of.values()):
+        weight = 1.0 if metric.per_layer else metric.weight(group)
+        for name in metric.blocks_of(group):
+            total += weight**2 * float((left.blocks[name] - right.blocks[name]).double().square().sum())
+    return float(total**0.5)
