@@ -100,22 +100,18 @@ def evaluate_base(
 def non_private_config(config: FedLoraConfig) -> FedLoraConfig:
     """Return the same run without clipping and noise: the last comparison row of every report.
 
-    Only for records that may be trained on without privacy; a data owner's policy can refuse it.
+    Mechanisms that exist only with noise are replaced by ordinary LoRA. Only for records that may be
+    trained on without privacy; a data owner's policy can refuse it.
     """
-    aggregation = config.federation.aggregation
-    kind = (
-        aggregation.kind if aggregation.kind in ("product", "stack", "aligned", "factor_mean") else "product"
-    )
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"name": f"{config.run.name}-without-privacy"}),
-            "mechanism": NoMechanism(kind="none"),
-            "privacy": NoPrivacy(unit="none"),
-            "federation": config.federation.model_copy(
-                update={"aggregation": aggregation.model_copy(update={"kind": kind})}
-            ),
-        }
-    )
+    changes: dict[str, Any] = {
+        "run": config.run.model_copy(update={"name": f"{config.run.name}-without-privacy"}),
+        "privacy": NoPrivacy(unit="none"),
+    }
+    if config.mechanism.kind in ("noisy_projection", "dp_sgd"):
+        plain = config.federation.aggregation.model_copy(update={"kind": "product"})
+        changes["mechanism"] = NoMechanism(kind="none")
+        changes["federation"] = config.federation.model_copy(update={"aggregation": plain})
+    return config.model_copy(update=changes)
 
 
 def _pad_left(rows: Sequence[Sequence[int]], value: int) -> tuple[torch.Tensor, torch.Tensor]:

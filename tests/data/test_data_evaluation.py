@@ -90,7 +90,7 @@ def test_speaker_blocks_become_clients(tmp_path: Path) -> None:
 
 
 def test_the_non_private_row_drops_clipping_and_noise_only() -> None:
-    from fedlora.config.schema import FedLoraConfig
+    from fedlora.config.schema import DpSgdMechanism, FedLoraConfig
 
     text = (Path(__file__).parent / "golden" / "run.yaml").read_text()
     import yaml
@@ -98,8 +98,11 @@ def test_the_non_private_row_drops_clipping_and_noise_only() -> None:
     config = FedLoraConfig.model_validate_json(__import__("json").dumps(yaml.safe_load(text)))
     other = non_private_config(config)
     assert other.privacy.unit == "none"
-    assert other.mechanism.kind == "none"
+    assert other.mechanism == config.mechanism
+    assert other.federation == config.federation
     assert other.training == config.training
     assert other.adapter == config.adapter
-    assert other.federation.aggregation.kind == "product"
+    noisy = config.model_copy(update={"mechanism": DpSgdMechanism(kind="dp_sgd")})
+    assert non_private_config(noisy).mechanism.kind == "none"
+    assert non_private_config(noisy).federation.aggregation.kind == "product"
     assert config.privacy.unit == "record"
