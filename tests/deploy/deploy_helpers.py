@@ -93,7 +93,7 @@ training:
 federation:
   rounds: {rounds}
   clients_per_round: all
-  min_replies: 2
+  min_replies: {replies}
   round_timeout_seconds: {timeout}
   aggregation: {{kind: mean_b}}
 deployment: {{superlink: "127.0.0.1:{port}", expected_clients: {expected}}}
@@ -126,6 +126,7 @@ class Federation:
     root: Path
     rounds: int = 2
     timeout: float = 300.0
+    replies: int = 2
     sites: tuple[str, ...] = ("site-a", "site-b", "site-c")
     port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -142,6 +143,7 @@ class Federation:
             public=public,
             rounds=self.rounds,
             timeout=self.timeout,
+            replies=self.replies,
             port=self.port,
             expected=len(self.sites),
         )
@@ -191,6 +193,16 @@ class Federation:
         connection = ["--superlink", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt"]
         own = ["--key", f"{name}/keys/{name}", "--state", f"{name}/state", "--with-trainer", site]
         return self.start(name, "client", *connection, *own)
+
+    def start_halves(self, name: str) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+        """Start one site's trainer and relay as two commands, `NAME-trainer` and `NAME`."""
+        socket = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
+        trainer = self.start(f"{name}-trainer", "trainer", f"{name}/site.yaml")
+        connection = ["--superlink", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt"]
+        own = ["--key", f"{name}/keys/{name}", "--state", f"{name}/state"]
+        place = ["--trainer-socket", str(socket / "s"), "--token", str(socket / "token")]
+        wait_for("the trainer's token", (socket / "token").exists, 180, self)
+        return trainer, self.start(name, "client", *connection, *own, *place)
 
     def log(self, name: str) -> str:
         """Return the log of one command."""

@@ -57,7 +57,9 @@ def test_the_relays_image_has_no_torch() -> None:
     assert "--no-deps /src" in text
     installs = [line for line in text.splitlines() if "pip install" in line or '"flwr' in line]
     assert not any("torch" in line for line in installs)
-    code = "import sys, client.app, fedlora.cli.client; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    code = (
+        "import sys, client.app, fedlora.cli.client; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    )
     done = run(sys.executable, "-c", code, cwd=ROOT)
     assert done.stdout.strip().endswith("[]"), done.stderr
 
