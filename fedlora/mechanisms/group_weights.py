@@ -17,10 +17,10 @@ which is Neyman's allocation. It depends neither on sigma nor on epsilon. Equal 
 
 n_g is measured on public sequences (random tokens with random labels by default) through the same model, so no
 private record is looked at and the weights cost no privacy. One thing must not be taken from the starting point: a new
-head's weights are tiny there, and the adapters' gradients come through them, so they are small at first and grow with
-the head. The measurement is therefore made at a head of typical size: rows scaled up (never down) until a feature
-aligned with one would give the logit 2, neither undecided nor saturated (`typical_head_scale`). Where no model runs, the
-adapters' norm follows from the layers' full gradient norms and the shapes (`mechanism_energy`).
+head's weights are tiny there, and the adapters' gradients come through them, so they are small at first and grow
+with the head. The measurement is therefore made at a head of typical size: rows scaled up (never down) until a
+feature aligned with one would give the logit 2, neither undecided nor saturated (`typical_head_scale`). Where no
+model runs, the adapters' norm follows from the layers' full gradient norms and the shapes (`mechanism_energy`).
 """
 
 from __future__ import annotations
