@@ -151,12 +151,16 @@ def unpack_hello(packet: Packet) -> Hello:
         WireError: if the packet holds something else.
     """
     header = _checked_header(packet, HELLO)
-    return Hello(
-        clients=tuple(str(client) for client in header["clients"]),
-        code_hash=str(header["code_hash"]),
-        identity=header.get("identity"),
-        facts=dict(header.get("facts", {})),
-    )
+    try:
+        identity = header.get("identity")
+        return Hello(
+            clients=tuple(str(client) for client in _typed(header, "clients", list)),
+            code_hash=str(header["code_hash"]),
+            identity=None if identity is None else str(identity),
+            facts=dict(header.get("facts", {})),
+        )
+    except (KeyError, TypeError, ValueError) as problem:
+        raise WireError(f"hello: malformed ({type(problem).__name__}); update the node") from None
 
 
 def pack_request(request: RoundRequest) -> Packet:
