@@ -241,7 +241,7 @@ def _load_model(
     auto = getattr(transformers, AUTO_CLASSES[config.task])
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model, info = auto.from_pretrained(location.target, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError) as fault:
         raise ModelError(

@@ -201,6 +201,11 @@ class ColumnStore:
         """Return one record."""
         return dict(self._table[index])
 
+    def column(self, name: str) -> Sequence[Any]:
+        """Return one column without reading the others."""
+        own: Callable[[str], Sequence[Any]] | None = getattr(self._table, "column", None)
+        return list(self._table[name]) if own is None else own(name)
+
     def origin(self, index: int) -> Origin:
         """Return the source's name and the row."""
         return Origin(self._source, index + 1)

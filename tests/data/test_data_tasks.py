@@ -248,3 +248,26 @@ def test_images_come_as_paths_bytes_and_arrays(tmp_path: Any) -> None:
     assert all(np.array_equal(pixels[0], other) for other in pixels[1:])
     with pytest.raises(DataError, match="cannot be read"):
         built.encode({"image": b"nonsense", "label": "a"})
+
+
+def test_label_names_read_tags_as_lists_or_text_and_name_bad_rows() -> None:
+    task, simulated = (
+        model_config("token-classification"),
+        data_config(partition={"kind": "quantity", "clients": 2}),
+    )
+    rows = Rows(ListStore([{"tags": "B-X O"}, {"tags": ["O", "I-X"]}], "x"))
+    assert label_names(task, simulated, rows) == ("B-X", "I-X", "O")
+    for bad in (None, "", float("nan"), {"a": 1}):
+        store = Rows(ListStore([{"label": "a"}, {"label": bad}], "site.csv"))
+        with pytest.raises(DataError, match=r"site\.csv, row 2: (the label is empty|a label must be)"):
+            label_names(model_config("sequence-classification"), simulated, store)
+
+
+def test_encoded_records_are_kept_up_to_a_number_of_tokens() -> None:
+    built, _, rows = make("causal-lm")
+    view = EncodedRows(built, Rows(ListStore(rows, "x")), keep=8)
+    first = view[0]
+    assert view[0] is first
+    assert view[2] is not view[2]
+    assert view[2] == view[2]
+    assert [len(record) for record in view[1:3]] == [len(view[1]), len(view[2])]

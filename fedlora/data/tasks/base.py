@@ -71,11 +71,11 @@ def encode_report(encoded: Sequence[Encoded]) -> EncodeReport:
 
 
 class EncodedRows(Sequence[Encoded]):
-    """SENSITIVE. Records encoded on first use; up to `keep` of them stay in memory."""
+    """SENSITIVE. Records encoded on first use; up to `keep` tokens of them stay in memory (36 bytes each)."""
 
-    def __init__(self, task: Task, rows: Rows, keep: int = 200_000) -> None:
+    def __init__(self, task: Task, rows: Rows, keep: int = 4_000_000) -> None:
         """Wrap `rows`; nothing is read yet."""
-        self._task, self._rows, self._keep = task, rows, keep
+        self._task, self._rows, self._room = task, rows, keep
         self._known: dict[int, Encoded] = {}
 
     def __len__(self) -> int:
@@ -94,8 +94,10 @@ class EncodedRows(Sequence[Encoded]):
         found = self._known.get(place)
         if found is None:
             found = encode_row(self._task, self._rows, place)
-            if len(self._known) < self._keep:
+            size = len(found) + sum(np.size(value) for value in found.extras.values()) // 8
+            if size <= self._room:
                 self._known[place] = found
+                self._room -= size
         return found
 
 
@@ -274,24 +276,34 @@ def label_names(
         )
     role = "tags" if model_config.task == "token-classification" else "label"
     found: set[str] = set()
-    for value in rows.column(role):
-        found |= (
-            {label_text(part) for part in value} if isinstance(value, (list, tuple)) else {label_text(value)}
-        )
+    for place, value in enumerate(rows.column(role)):
+        several = value.split() if role == "tags" and isinstance(value, str) else value
+        parts = several if isinstance(several, (list, tuple)) else [several]
+        try:
+            found |= {label_text(part) for part in parts}
+        except DataError as fault:
+            raise DataError(f"{rows.origin(place)}: {fault}") from None
     if all(text.removeprefix("-").isdecimal() for text in found):
         return tuple(sorted(found, key=int))
     return tuple(sorted(found))
 
 
 def label_text(value: Any) -> str:
-    """Return a label's name: text without surrounding blanks, numbers without a fraction of 0."""
+    """Return a label's name: text without surrounding blanks, numbers without a fraction of 0.
+
+    Raises:
+        DataError: for an empty or undefined label, or one that is neither text nor a number.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool):
         value = int(value)
     if not isinstance(value, (str, int, float, np.integer)):
         raise DataError(f"a label must be text or a number, not {type(value).__name__}")
-    return str(value).strip()
+    text = str(value).strip()
+    if not text or text == "nan":
+        raise DataError("the label is empty; repair or remove the record")
+    return text
 
 
 def field_text(row: Row, name: str) -> str:
