@@ -24,7 +24,7 @@ import torch
 from fedlora.accounting import Event, GaussianEvent, PoissonGaussianEvent
 from fedlora.aggregation.linear import consistent_tangent, frames_of, tangent_of
 from fedlora.aggregation.types import Blocks, Float64, NormalSource
-from fedlora.config.schema import ClientPrivacy
+from fedlora.config.schema import ClientPrivacy, FederationConfig
 from fedlora.errors import PrivacyParameterError, SensitivityMismatchError, TooFewRepliesError
 from fedlora.geometry import Frames, Tangent, tangent_noise_from_normals, tangent_squared_norm
 from fedlora.names import TANGENT_IN, TANGENT_OUT, block_name
@@ -122,6 +122,13 @@ def client_plan(privacy: ClientPrivacy, *, expected_clients: float, sample_rate:
         noise_at=privacy.noise_at,
         honest_clients=privacy.honest_clients,
     )
+
+
+def client_event(privacy: ClientPrivacy, federation: FederationConfig) -> Event:
+    """Return what one round releases under a configuration (a share of clients is Poisson-sampled)."""
+    asked = federation.clients_per_round
+    rate = asked if isinstance(asked, float) else None
+    return client_plan(privacy, expected_clients=1.0, sample_rate=rate).event
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fedlora.aggregation import reduce_payloads
-from fedlora.config.schema import NoPrivacy
+from fedlora.config.schema import ClientPrivacy, RecordPrivacy
 from fedlora.errors import AccountingError, DuplicateRoundError, FedLoraError
 from fedlora.ledger.types import Refusal
 from fedlora.training.charging import Standing
@@ -43,12 +43,15 @@ def checked_update(bench: Workbench, client: str, steps: int, update: Any) -> Cl
             f"client {client}: the optimiser took {update.steps} steps, {steps} were reserved; "
             "nothing is released"
         )
-    private = not isinstance(bench.config.privacy, NoPrivacy)
-    if private and update.event.key() != bench.event.key():
+    privacy = bench.config.privacy
+    if isinstance(privacy, RecordPrivacy) and update.event.key() != bench.event.key():
         raise AccountingError(
             f"client {client}: the event that ran differs from the reserved one; nothing is released"
         )
-    return ClientReply(client, "ok", update.payload, bench.event.to_json(), update.steps)
+    event = (
+        None if isinstance(privacy, ClientPrivacy) else bench.event.to_json()
+    )  # there the release is the server's
+    return ClientReply(client, "ok", update.payload, event, update.steps)
 
 
 def stamped(

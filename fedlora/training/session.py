@@ -10,9 +10,10 @@ from fedlora.accounting import Event, NonPrivateEvent
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.inject import inject
 from fedlora.adapters.models import LoadedBase, load_base
+from fedlora.aggregation.client_privacy import client_event
 from fedlora.config import config_container, config_from_container
 from fedlora.config.resolve import check_derived, config_hash
-from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.data import Task, build_task
 from fedlora.errors import ConfigError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
@@ -95,9 +96,14 @@ def build_workbench(config: FedLoraConfig) -> Workbench:
 
 
 def step_event(config: FedLoraConfig, layout: AdapterLayout) -> Event:
-    """Return what one step of one client releases under a configuration, from the mechanism that will run."""
+    """Return what one step of one client releases under a configuration, from the mechanism that will run.
+
+    Under client-level privacy it is what one round releases, from the aggregator's own plan.
+    """
     if isinstance(config.privacy, NoPrivacy):
         return NonPrivateEvent()
+    if isinstance(config.privacy, ClientPrivacy):
+        return client_event(config.privacy, config.federation)
     return build_mechanism(config, layout).step_event()
 
 
