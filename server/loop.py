@@ -97,6 +97,7 @@ class RoundLoop:
         self._hash = config_hash(settings.config)
         self._checkpoints: Path = folder.path / "checkpoints"
         self.state = LoopState()
+        self._stop_early = False
 
     def resume(self) -> None:
         """Go on from the newest usable checkpoint; a run that never completed a round starts at the first.
@@ -132,6 +133,8 @@ class RoundLoop:
                 return "stopped"
             if not self._one_round(self.state.round + 1, last):
                 return "budget-exhausted"
+            if self._stop_early:
+                return "stopped-early"
         return "finished"
 
     def _note_start(self) -> None:
@@ -226,5 +229,5 @@ class RoundLoop:
 
     def _publish(self, record: RoundRecord) -> None:
         self._folder.append(record)
-        if self._settings.progress is not None:
-            self._settings.progress(record)
+        if self._settings.progress is not None and self._settings.progress(record) is True:
+            self._stop_early = True

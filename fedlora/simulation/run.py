@@ -43,6 +43,7 @@ def simulate(
     progress: Progress | None = None,
     in_process: bool = False,
     stop_after: int | None = None,
+    run_id: str | None = None,
 ) -> RunResult:
     """Run one simulation on this machine or on a Ray cluster.
 
@@ -54,6 +55,7 @@ def simulate(
         progress: called after every round.
         in_process: run all nodes in this process, without Ray (tests, tiny runs).
         stop_after: end after this round as if interrupted (tests of resume).
+        run_id: name of the run; made from the configuration's name, time and chance where None.
 
     Returns:
         How the run ended.
@@ -63,7 +65,7 @@ def simulate(
         FedLoraError: whatever else ends the run.
     """
     started = time.perf_counter()
-    settings, federation = _settings(config, resume, progress, stop_after)
+    settings, federation = _settings(config, resume, progress, stop_after, run_id)
     run_number = zlib.crc32(settings.run_id.encode()) + 1
     book = _open_ledger(settings.config, ledger)
     with _terminations():
@@ -92,7 +94,11 @@ def simulate(
 
 
 def _settings(
-    config: FedLoraConfig | None, resume: Path | None, progress: Progress | None, stop_after: int | None
+    config: FedLoraConfig | None,
+    resume: Path | None,
+    progress: Progress | None,
+    stop_after: int | None,
+    run_id: str | None,
 ) -> tuple[ServerSettings, Federation]:
     if resume is not None:
         return _resumed(resume, progress, stop_after)
@@ -100,7 +106,8 @@ def _settings(
         raise SimulationError("simulate: neither a configuration nor a run to resume was given")
     federation = make_federation(config)
     prepared = complete(federation.config)
-    run_id = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    if run_id is None:
+        run_id = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     folder = Path(config.run.dir) / run_id
     settings = ServerSettings(
         prepared.config, run_id, folder, progress=progress, stop_after=stop_after, bench=prepared.bench

@@ -52,7 +52,7 @@ class RunResult:
     Attributes:
         run_id: unique name of the run.
         folder: run folder.
-        status: "finished", "budget-exhausted" or "failed".
+        status: "finished", "budget-exhausted", "stopped-early" or "stopped" (to be resumed).
         rounds: rounds completed.
         metrics: last public evaluation.
         epsilon: largest epsilon of a client (its own ledger's), None without privacy.
@@ -74,7 +74,8 @@ class RunResult:
     warnings: Sequence[str] = ()
 
 
-Progress = Callable[[RoundRecord], None]
+Progress = Callable[[RoundRecord], bool | None]
+"""Called after every round; returning True ends the run early (status "stopped-early")."""
 
 
 @dataclass

@@ -1,0 +1,155 @@
+"""`fedlora sweep`: a grid or random search over configurations, as Ray tasks; resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, emit
+from fedlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedlora.simulation.sweep import TrialResult
+
+HELP = """Run many configurations and compare them.
+
+Trials over one data set spend from one ledger, so the budget must cover the whole sweep, unless the data is
+marked public (data.marked_public: true). Running the same command again goes on where it stopped.
+
+Examples:
+
+  fedlora sweep run.yaml --grid privacy.target_epsilon=1,3,8 --grid mechanism.kind=lora_fa,factor --seeds 1,2,3
+
+  fedlora sweep run.yaml --random training.optimizer.lr=1e-3:1e-1:log --samples 12 --early-stopping
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+GridOption = Annotated[
+    list[str] | None, typer.Option("--grid", metavar="KEY=V1,V2", help="Values to combine.")
+]
+RandomOption = Annotated[
+    list[str] | None, typer.Option("--random", metavar="KEY=LOW:HIGH[:log]", help="A range to draw from.")
+]
+
+
+@app.command(help=HELP)
+def sweep(
+    config: ConfigArgument,
+    grid: GridOption = None,
+    random: RandomOption = None,
+    samples: Annotated[int, typer.Option(help="Random draws per grid point.")] = 1,
+    seeds: Annotated[str, typer.Option(help="Experiment seeds, separated by commas.")] = "42",
+    out: Annotated[Path, typer.Option(help="Folder of the sweep.")] = Path("sweeps/sweep"),
+    metric: Annotated[str, typer.Option(help="Metric to compare.")] = "accuracy",
+    smaller_is_better: Annotated[bool, typer.Option("--smaller-is-better", help="For losses.")] = False,
+    early_stopping: Annotated[
+        bool, typer.Option("--early-stopping", help="End trials below the median.")
+    ] = False,
+    parallel: Annotated[int | None, typer.Option(help="Trials at once; one per core by default.")] = None,
+    gpus_per_trial: Annotated[float, typer.Option(help="Share of a GPU for each trial.")] = 0.0,
+    overlay: OverlayOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a sweep."""
+    from fedlora.config import load_config
+    from fedlora.simulation.sweep import SweepPlan, run_sweep
+    from fedlora.simulation.sweep_report import plot_svg, table_csv, table_text
+
+    plan = SweepPlan(
+        config=config,
+        grid=parse_grid(grid or ()),
+        random=parse_ranges(random or ()),
+        samples=samples,
+        seeds=parse_seeds(seeds),
+        metric=metric,
+        larger_is_better=not smaller_is_better,
+        early_stopping=early_stopping,
+        overlays=tuple(overlay or ()),
+    )
+    public = load_config(config, (), overlay or ()).data.marked_public
+
+    def note(result: TrialResult, done: int, total: int) -> None:
+        value = result.metrics.get(metric)
+        told = "-" if value is None else f"{metric} {value:.4f}"
+        sys.stderr.write(
+            f"[{done}/{total}] {result.status} {told} {' '.join(result.overrides)} seed {result.seed}\n"
+        )
+
+    results = run_sweep(plan, out, parallel=parallel, gpus_per_trial=gpus_per_trial, progress=note)
+    table = table_text(results, metric, plan.larger_is_better)
+    (out / "table.txt").write_text(table + "\n")
+    (out / "table.csv").write_text(table_csv(results))
+    (out / "plot.svg").write_text(plot_svg(results, metric))
+    told = (
+        "each trial has a ledger of its own: the data is marked public"
+        if public
+        else f"all trials spend from {out / 'ledger.sqlite'}; what they spend adds up: {_spent(results)}"
+    )
+    emit(
+        {"out": str(out), "ledger": told, "trials": [dataclasses.asdict(one) for one in results]},
+        as_json=as_json,
+        text=f"{table}\n{told}\ntable and plot: {out}",
+    )
+
+
+def _spent(results: Sequence[TrialResult]) -> str:
+    spends = [one.spent for one in results if one.spent is not None]
+    return f"epsilon {max(spends):.4g} so far" if spends else "nothing so far"
+
+
+def parse_grid(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Read KEY=V1,V2 items.
+
+    Raises:
+        ConfigError: for an item without key or values.
+
+    Example:
+        >>> parse_grid(["a.b=1,2"])
+        {'a.b': ('1', '2')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        key, sign, values = item.partition("=")
+        parts = tuple(one.strip() for one in values.split(",") if one.strip())
+        if not key or not sign or not parts:
+            raise ConfigError(f"--grid {item!r}: write KEY=V1,V2")
+        found[key] = parts
+    return found
+
+
+def parse_ranges(items: Sequence[str]) -> dict[str, tuple[float, float, bool]]:
+    """Read KEY=LOW:HIGH[:log] items.
+
+    Raises:
+        ConfigError: for a malformed range.
+    """
+    found: dict[str, tuple[float, float, bool]] = {}
+    for item in items:
+        key, _, text = item.partition("=")
+        parts = text.split(":")
+        try:
+            low, high = float(parts[0]), float(parts[1])
+        except (ValueError, IndexError):
+            raise ConfigError(f"--random {item!r}: write KEY=LOW:HIGH or KEY=LOW:HIGH:log") from None
+        if not key or len(parts) > 3 or (len(parts) == 3 and parts[2] != "log"):
+            raise ConfigError(f"--random {item!r}: write KEY=LOW:HIGH or KEY=LOW:HIGH:log")
+        found[key] = (low, high, len(parts) == 3)
+    return found
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Read seeds separated by commas.
+
+    Raises:
+        ConfigError: if one is not a whole number.
+    """
+    try:
+        return tuple(int(one) for one in text.split(",") if one.strip())
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r}: write whole numbers separated by commas") from None

@@ -1,0 +1,310 @@
+"""Sweeps: many configurations as Ray tasks, one core (or a share of a GPU) each; resumable.
+
+Every trial is a whole simulation in one process. Trials over one data set spend from one ledger, so that
+the budget covers the sweep as a whole; only data that is marked public gets a ledger per trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedlora.config import load_config
+from fedlora.errors import ConfigError, FedLoraError
+from fedlora.simulation.settings import RoundRecord
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """PUBLIC. What to try.
+
+    Attributes:
+        config: YAML file that every trial starts from.
+        grid: dotted key to the values to combine.
+        random: dotted key to (low, high, logarithmic); drawn anew for each sample.
+        samples: number of random draws per grid point; 1 without random keys.
+        seeds: experiment seeds; each point runs once per seed.
+        seed: seed of the random draws (public).
+        metric: metric to compare and to stop early by.
+        larger_is_better: direction of the metric.
+        early_stopping: end trials below the median of the others at the same round.
+        overlays: further YAML files.
+    """
+
+    config: str
+    grid: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    random: Mapping[str, tuple[float, float, bool]] = field(default_factory=dict)
+    samples: int = 1
+    seeds: Sequence[int] = (42,)
+    seed: int = 0
+    metric: str = "accuracy"
+    larger_is_better: bool = True
+    early_stopping: bool = False
+    overlays: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep."""
+
+    name: str
+    overrides: tuple[str, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """PUBLIC. How a trial ended.
+
+    Attributes:
+        epsilon: what this trial alone costs a client, from its own events.
+        spent: largest epsilon in the clients' ledger after it (earlier trials included).
+        error: set if it could not run.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    seed: int
+    status: str
+    mechanism: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float | None = None
+    spent: float | None = None
+    rounds: int = 0
+    folder: str = ""
+    error: str = ""
+
+
+def plan_trials(plan: SweepPlan) -> list[Trial]:
+    """Return every trial, in a fixed order.
+
+    Raises:
+        ConfigError: if nothing is varied, a range is malformed, or there are no seeds.
+
+    Example:
+        >>> len(plan_trials(SweepPlan("x", grid={"a": ["1", "2"]}, seeds=(1, 2, 3))))
+        6
+    """
+    if not plan.seeds or plan.samples < 1:
+        raise ConfigError("sweep: needs at least one seed and one sample")
+    for key, (low, high, logarithmic) in plan.random.items():
+        fine = math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not logarithmic)
+        if not fine:
+            raise ConfigError(
+                f"sweep: range of {key} is {low}:{high}; allowed: low < high, above 0 if logarithmic"
+            )
+    generator = np.random.Generator(np.random.Philox(plan.seed))
+    keys = list(plan.grid)
+    trials: list[Trial] = []
+    for values in itertools.product(*(plan.grid[key] for key in keys)):
+        fixed = tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+        for _ in range(plan.samples if plan.random else 1):
+            drawn = tuple(f"{key}={_draw(generator, *plan.random[key]):.6g}" for key in plan.random)
+            for seed in plan.seeds:
+                overrides = (*fixed, *drawn)
+                text = json.dumps([overrides, seed])
+                trials.append(Trial(hashlib.sha256(text.encode()).hexdigest()[:12], overrides, seed))
+    return trials
+
+
+def _draw(generator: np.random.Generator, low: float, high: float, logarithmic: bool) -> float:
+    if logarithmic:
+        return float(math.exp(generator.uniform(math.log(low), math.log(high))))
+    return float(generator.uniform(low, high))
+
+
+class MedianRule:
+    """Stops a trial that is worse than the median of the other trials at the same round.
+
+    Args:
+        folder: where trials leave their marks.
+        name: this trial.
+        metric: what is compared.
+        larger_is_better: direction.
+        least_others: number of other trials needed before anything is stopped.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, metric: str, larger_is_better: bool, least_others: int = 3
+    ) -> None:
+        """Create the folder."""
+        self._folder, self._name, self._metric = folder, name, metric
+        self._sign = 1.0 if larger_is_better else -1.0
+        self._least = least_others
+        self._mine: dict[str, float] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, record: RoundRecord) -> bool:
+        """Leave this round's mark; return True if the trial should end."""
+        if record.round == 0 or not record.metrics or self._metric not in record.metrics:
+            return False
+        value = self._sign * record.metrics[self._metric]
+        self._mine[str(record.round)] = value
+        path = self._folder / f"{self._name}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self._mine))
+        os.replace(part, path)
+        others = [
+            json.loads(other.read_text()).get(str(record.round))
+            for other in self._folder.glob("*.json")
+            if other.stem != self._name
+        ]
+        known = [one for one in others if one is not None]
+        return len(known) >= self._least and value < statistics.median(known)
+
+
+def run_trial(plan: SweepPlan, trial: Trial, out: str) -> TrialResult:
+    """Run one trial in this process; a failure is a result, not an exception."""
+    from fedlora.simulation.run import simulate
+
+    folder = Path(out)
+    try:
+        fixed = (f"run.seed={trial.seed}", f"run.dir={folder / 'runs'}", f"run.name=trial-{trial.name}")
+        config = load_config(plan.config, (*trial.overrides, *fixed), plan.overlays)
+        rule: Callable[[RoundRecord], bool] | None = None
+        if plan.early_stopping:
+            rule = MedianRule(folder / "marks", trial.name, plan.metric, plan.larger_is_better)
+        public = config.data.marked_public
+        ledger = folder / "ledgers" / f"{trial.name}.sqlite" if public else folder / "ledger.sqlite"
+        result = simulate(config, in_process=True, progress=rule, ledger=ledger)
+    except FedLoraError as error:
+        text = str(error).splitlines()[0]
+        return TrialResult(
+            trial.name, trial.overrides, trial.seed, "failed", error=f"{type(error).__name__}: {text}"
+        )
+    return TrialResult(
+        name=trial.name,
+        overrides=trial.overrides,
+        seed=trial.seed,
+        status=result.status,
+        mechanism=config.mechanism.kind,
+        metrics=dict(result.metrics or {}),
+        epsilon=result.statement.get("epsilon_from_this_runs_events"),
+        spent=result.epsilon,
+        rounds=result.rounds,
+        folder=str(result.folder),
+    )
+
+
+def finished_trials(out: Path) -> dict[str, TrialResult]:
+    """Return the trials that an earlier, interrupted sweep completed."""
+    path = out / "trials.jsonl"
+    found: dict[str, TrialResult] = {}
+    if not path.exists():
+        return found
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed sweep may be cut
+        record["overrides"] = tuple(record["overrides"])
+        result = TrialResult(**record)
+        if result.status != "failed":
+            found[result.name] = result
+    return found
+
+
+def run_sweep(
+    plan: SweepPlan,
+    out: Path,
+    *,
+    parallel: int | None = None,
+    gpus_per_trial: float = 0.0,
+    progress: Callable[[TrialResult, int, int], None] | None = None,
+    in_process: bool = False,
+) -> list[TrialResult]:
+    """Run every trial that is not finished yet.
+
+    Args:
+        plan: what to try.
+        out: folder of the sweep; running it again goes on.
+        parallel: trials at once; one per core where None.
+        gpus_per_trial: share of a GPU for each trial.
+        progress: called after each trial with the result, how many are done, and how many there are.
+        in_process: one after the other in this process, without Ray.
+
+    Returns:
+        One result per trial, in the plan's order.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(plan), sort_keys=True)
+    known = out / "sweep.json"
+    if known.exists() and known.read_text() != text:
+        raise ConfigError(
+            f"sweep: {out} holds another sweep; choose another folder, or repeat the same command"
+        )
+    known.write_text(text)
+    trials = plan_trials(plan)
+    done = finished_trials(out)
+    waiting = [trial for trial in trials if trial.name not in done]
+
+    def note(result: TrialResult) -> None:
+        done[result.name] = result
+        with (out / "trials.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(result), allow_nan=False) + "\n")
+        if progress is not None:
+            progress(result, len(done), len(trials))
+
+    if in_process:
+        for trial in waiting:
+            note(run_trial(plan, trial, str(out)))
+    elif waiting:
+        _run_on_ray(plan, waiting, out, parallel, gpus_per_trial, note)
+    return [done[trial.name] for trial in trials]
+
+
+def _run_on_ray(
+    plan: SweepPlan,
+    waiting: Sequence[Trial],
+    out: Path,
+    parallel: int | None,
+    gpus: float,
+    note: Callable[[TrialResult], None],
+) -> None:
+    import ray
+
+    from fedlora.simulation.cluster import connect, disconnect
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    slots = max(1, min(cores, len(waiting)) if parallel is None else parallel)
+    ray_config = load_config(plan.config, (), plan.overlays).simulation.ray
+    cluster = connect(ray_config, slots, gpus * slots, out.name)
+    environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    task: Any = ray.remote(run_trial)
+    task = task.options(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env={"env_vars": environment})
+    try:
+        queue = list(waiting)
+        running: dict[Any, Trial] = {}
+        while queue or running:
+            while queue and len(running) < slots:
+                trial = queue.pop(0)
+                running[task.remote(plan, trial, str(out))] = trial
+            finished, _ = ray.wait(list(running), num_returns=1, timeout=5.0)
+            for reference in finished:
+                note(_result_of(reference, running.pop(reference)))
+    finally:
+        disconnect(cluster)
+
+
+def _result_of(reference: Any, trial: Trial) -> TrialResult:
+    import ray
+
+    try:
+        result: TrialResult = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        reason = type(getattr(error, "cause", None) or error).__name__
+        return TrialResult(trial.name, trial.overrides, trial.seed, "failed", error=reason)
+    return result

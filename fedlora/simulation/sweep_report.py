@@ -1,0 +1,171 @@
+"""What a sweep found: a table (text and CSV) and a plot of the metric against epsilon, as SVG."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedlora.simulation.sweep import TrialResult
+
+Scale = Callable[[float], float]
+_COLOURS = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#2c3e50")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640.0, 400.0, 64.0, 48.0, 20.0, 160.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration over its seeds.
+
+    Attributes:
+        overrides: what was varied.
+        mechanism: mechanism kind.
+        epsilon: what one run of it costs (its own events); None without privacy.
+        mean, spread: of the metric over seeds; spread is the sample standard deviation, 0 for one seed.
+        runs: number of seeds that finished.
+    """
+
+    overrides: tuple[str, ...]
+    mechanism: str
+    epsilon: float | None
+    mean: float
+    spread: float
+    runs: int
+
+
+def points(results: Sequence[TrialResult], metric: str) -> list[Point]:
+    """Group finished trials by configuration, in order of appearance."""
+    groups: dict[tuple[str, ...], list[TrialResult]] = {}
+    for one in results:
+        if metric in one.metrics and one.status in ("finished", "stopped-early"):
+            groups.setdefault(one.overrides, []).append(one)
+    found = []
+    for overrides, ones in groups.items():
+        values = [one.metrics[metric] for one in ones]
+        spends = [one.epsilon for one in ones if one.epsilon is not None]
+        found.append(
+            Point(
+                overrides,
+                ones[0].mechanism,
+                max(spends) if spends else None,
+                statistics.fmean(values),
+                statistics.stdev(values) if len(values) > 1 else 0.0,
+                len(values),
+            )
+        )
+    return found
+
+
+def table_text(results: Sequence[TrialResult], metric: str, larger_is_better: bool = True) -> str:
+    """Return the table for people, best configuration first, failures last."""
+    ordered = sorted(points(results, metric), key=lambda one: -one.mean if larger_is_better else one.mean)
+    rows = [("mechanism", "changed", "epsilon", metric, "spread", "runs")]
+    for one in ordered:
+        epsilon = "-" if one.epsilon is None else f"{one.epsilon:.3f}"
+        changed = " ".join(one.overrides) or "-"
+        rows.append((one.mechanism, changed, epsilon, f"{one.mean:.4f}", f"{one.spread:.4f}", str(one.runs)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    for one in results:
+        if one.status in ("failed", "budget-exhausted"):
+            lines.append(f"{one.status}: {' '.join(one.overrides)} seed {one.seed} {one.error}".rstrip())
+    return "\n".join(lines)
+
+
+def table_csv(results: Sequence[TrialResult]) -> str:
+    """Return one line per trial with all its metrics."""
+    names = sorted({name for one in results for name in one.metrics})
+    stream = io.StringIO()
+    writer = csv.writer(stream)
+    writer.writerow(
+        ["trial", "seed", "status", "mechanism", "overrides", "epsilon", "rounds", *names, "error"]
+    )
+    for one in results:
+        row = [
+            one.name,
+            one.seed,
+            one.status,
+            one.mechanism,
+            " ".join(one.overrides),
+            one.epsilon,
+            one.rounds,
+        ]
+        writer.writerow([*row, *(one.metrics.get(name, "") for name in names), one.error])
+    return stream.getvalue()
+
+
+def plot_svg(results: Sequence[TrialResult], metric: str) -> str:
+    """Draw the metric against epsilon, one line per mechanism, with the seeds' spread as bars."""
+    private = [
+        one for one in points(results, metric) if one.epsilon is not None and math.isfinite(one.epsilon)
+    ]
+    free = [one for one in points(results, metric) if one.epsilon is None]
+    shown = [*private, *free]
+    if not shown:
+        return '<svg xmlns="http://www.w3.org/2000/svg" width="320" height="40"><text y="24">no results</text></svg>'
+    low = min(one.mean - one.spread for one in shown)
+    high = max(one.mean + one.spread for one in shown)
+    pad = 0.05 * (high - low) or 0.05
+    low, high = low - pad, high + pad
+    far = max((one.epsilon or 0.0) for one in private) * 1.05 if private else 1.0
+
+    def x_of(epsilon: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * epsilon / far
+
+    def y_of(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (value - low) / (high - low)
+
+    parts = [_frame(metric, low, high, far, x_of, y_of)]
+    mechanisms = list(dict.fromkeys(one.mechanism for one in shown))
+    for number, mechanism in enumerate(mechanisms):
+        colour = _COLOURS[number % len(_COLOURS)]
+        own = sorted(
+            (one for one in private if one.mechanism == mechanism), key=lambda one: one.epsilon or 0.0
+        )
+        path = " ".join(f"{x_of(one.epsilon or 0.0):.1f},{y_of(one.mean):.1f}" for one in own)
+        if len(own) > 1:
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        for one in own:
+            x = x_of(one.epsilon or 0.0)
+            top, end = y_of(one.mean + one.spread), y_of(one.mean - one.spread)
+            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{end:.1f}" stroke="{colour}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y_of(one.mean):.1f}" r="3.5" fill="{colour}"/>')
+        for one in (each for each in free if each.mechanism == mechanism):
+            y = y_of(one.mean)
+            parts.append(
+                f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}" '
+                'stroke-dasharray="5 4"/>'
+            )
+        y = _TOP + 18 * number + 10
+        note = "" if own else " (no privacy)"
+        parts.append(f'<circle cx="{_WIDTH - _RIGHT + 16}" cy="{y - 4}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 26}" y="{y}">{html.escape(mechanism + note)}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" '
+        'font-family="sans-serif" font-size="12">' + "".join(parts) + "</svg>"
+    )
+
+
+def _frame(metric: str, low: float, high: float, far: float, x_of: Scale, y_of: Scale) -> str:
+    parts = [
+        f'<rect width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" fill="white"/>',
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{_HEIGHT - _BOTTOM}" y2="{_HEIGHT - _BOTTOM}" stroke="black"/>',
+        f'<line x1="{_LEFT}" x2="{_LEFT}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" stroke="black"/>',
+    ]
+    for step in range(5):
+        value = low + (high - low) * step / 4
+        parts.append(f'<text x="{_LEFT - 6}" y="{y_of(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>')
+        epsilon = far * step / 4
+        parts.append(
+            f'<text x="{x_of(epsilon):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{epsilon:.2g}</text>'
+        )
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 10}" text-anchor="middle">epsilon</text>')
+    parts.append(f'<text x="12" y="14">{html.escape(metric)}</text>')
+    return "".join(parts)

@@ -1,0 +1,138 @@
+"""Sweeps: what is tried, resuming, early stopping, one ledger, table and plot."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from simulation_helpers import container
+
+from fedlora.accounting import PoissonGaussianEvent, epsilon_of
+from fedlora.cli.sweep import parse_grid, parse_ranges, parse_seeds
+from fedlora.errors import ConfigError
+from fedlora.simulation.settings import RoundRecord
+from fedlora.simulation.sweep import MedianRule, SweepPlan, TrialResult, plan_trials, run_sweep
+from fedlora.simulation.sweep_report import plot_svg, points, table_csv, table_text
+
+
+def write_config(world: Path, root: Path, **changes: Any) -> str:
+    path = root / "run.yaml"
+    values = container(world, root / "runs", federation={"rounds": 2}, **changes)
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_a_grid_combines_everything_and_draws_repeat() -> None:
+    plan = SweepPlan("x", grid={"a": ["1", "2"], "b": ["x", "y", "z"]}, seeds=(1, 2))
+    trials = plan_trials(plan)
+    assert len(trials) == 12
+    assert len({trial.name for trial in trials}) == 12
+    drawn = SweepPlan("x", random={"lr": (1e-3, 1e-1, True)}, samples=5, seeds=(1,))
+    assert plan_trials(drawn) == plan_trials(drawn)
+    values = [float(trial.overrides[0].split("=")[1]) for trial in plan_trials(drawn)]
+    assert all(1e-3 <= value <= 1e-1 for value in values)
+    assert len(set(values)) == 5
+
+
+@pytest.mark.parametrize("bad", [(1.0, 1.0, False), (0.0, 1.0, True), (float("nan"), 1.0, False)])
+def test_a_malformed_range_is_refused(bad: tuple[float, float, bool]) -> None:
+    with pytest.raises(ConfigError, match="range of lr"):
+        plan_trials(SweepPlan("x", random={"lr": bad}))
+
+
+def test_the_command_reads_its_options() -> None:
+    assert parse_grid(["a.b=1,2", "c=x"]) == {"a.b": ("1", "2"), "c": ("x",)}
+    assert parse_ranges(["lr=1e-3:1e-1:log"]) == {"lr": (1e-3, 1e-1, True)}
+    assert parse_seeds("1, 2") == (1, 2)
+    for bad in ("a", "=1", "a="):
+        with pytest.raises(ConfigError):
+            parse_grid([bad])
+    for bad in ("lr=1", "lr=a:b", "lr=1:2:3", "lr=1:2:log:x"):
+        with pytest.raises(ConfigError):
+            parse_ranges([bad])
+
+
+def test_trials_add_up_in_one_ledger_and_a_sweep_resumes(world: Path, tmp_path: Path) -> None:
+    plan = SweepPlan(
+        write_config(world, tmp_path), grid={"training.optimizer.lr": ["0.01", "0.1"]}, seeds=(1,)
+    )
+    out = tmp_path / "sweep"
+    results = run_sweep(plan, out, in_process=True)
+    assert [one.status for one in results] == ["finished", "finished"]
+    assert results[0].epsilon == pytest.approx(results[1].epsilon)
+    assert results[1].spent is not None
+    assert results[0].spent is not None
+    assert results[1].spent > results[0].spent
+    lines = (out / "trials.jsonl").read_text().splitlines()
+    (out / "trials.jsonl").write_text(lines[0] + "\n" + lines[1][:30])
+    seen: list[str] = []
+    again = run_sweep(
+        plan, out, in_process=True, progress=lambda result, done, total: seen.append(result.name)
+    )
+    assert seen == [results[1].name], "only the trial whose line was cut runs again"
+    assert [one.name for one in again] == [one.name for one in results]
+
+
+def test_a_sweep_ends_where_the_budget_ends_and_public_data_has_a_ledger_per_trial(
+    world: Path, tmp_path: Path
+) -> None:
+    once = epsilon_of(PoissonGaussianEvent(1.0, 0.2).times(2), 1e-4, adjacency="add_or_remove").epsilon
+    tight = {"privacy": {"budget": {"epsilon": 1.02 * once, "delta": 1e-4, "on_exhausted": "refuse"}}}
+    for public, expected in ((False, ["finished", "budget-exhausted"]), (True, ["finished", "finished"])):
+        root = tmp_path / str(public)
+        root.mkdir()
+        config = write_config(world, root, data={"marked_public": public}, **tight)
+        results = run_sweep(SweepPlan(config, seeds=(1, 2)), root / "sweep", in_process=True)
+        assert [one.status for one in results] == expected
+
+
+def test_a_failing_trial_is_a_result(world: Path, tmp_path: Path) -> None:
+    plan = SweepPlan(write_config(world, tmp_path), grid={"adapter.rank": ["2", "-1"]})
+    results = run_sweep(plan, tmp_path / "sweep", in_process=True)
+    assert [one.status for one in results] == ["finished", "failed"]
+    assert "ConfigError" in results[1].error
+
+
+def test_another_sweep_does_not_go_on_in_the_same_folder(world: Path, tmp_path: Path) -> None:
+    config = write_config(world, tmp_path)
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"config": "other"}))
+    with pytest.raises(ConfigError, match="another sweep"):
+        run_sweep(SweepPlan(config), tmp_path / "sweep", in_process=True)
+
+
+def test_the_median_rule_stops_the_worst_only(tmp_path: Path) -> None:
+    rules = {name: MedianRule(tmp_path, name, "accuracy", True) for name in "abcd"}
+    values = {"a": 0.9, "b": 0.8, "c": 0.85, "d": 0.3}
+    told = {name: rules[name](RoundRecord(5, "ok", metrics={"accuracy": values[name]})) for name in "abcd"}
+    assert told == {"a": False, "b": False, "c": False, "d": True}
+    assert rules["d"](RoundRecord(0, "initial", metrics={"accuracy": 0.0})) is False
+    assert rules["d"](RoundRecord(6, "ok", metrics=None)) is False
+
+
+def result(name: str, mechanism: str, epsilon: float | None, accuracy: float, seed: int) -> TrialResult:
+    return TrialResult(name, (f"e={epsilon}",), seed, "finished", mechanism, {"accuracy": accuracy}, epsilon)
+
+
+def test_table_and_plot_show_spread_over_seeds() -> None:
+    results = [
+        result("1", "lora_fa", 3.0, 0.7, 1),
+        result("2", "lora_fa", 3.0, 0.8, 2),
+        result("3", "lora_fa", 8.0, 0.9, 1),
+        result("4", "none", None, 0.95, 1),
+        TrialResult("5", ("x=<1>",), 1, "failed", error="ConfigError: no"),
+    ]
+    first = points(results, "accuracy")[0]
+    assert (first.mean, first.runs) == (pytest.approx(0.75), 2)
+    assert first.spread == pytest.approx(0.0707, abs=1e-3)
+    table = table_text(results, "accuracy")
+    assert table.splitlines()[1].startswith("none")
+    assert "failed: x=<1> seed 1 ConfigError: no" in table
+    assert len(table_csv(results).splitlines()) == 6
+    drawing = ElementTree.fromstring(plot_svg(results, "accuracy"))
+    assert len(drawing.findall("{http://www.w3.org/2000/svg}circle")) == 2 + 2
+    ElementTree.fromstring(plot_svg([], "accuracy"))
