@@ -258,7 +258,9 @@ class Mirror:
         flags = []
         steps = sum(count for _, count in charges.values())
         if receipt.num_events < steps:
-            text = f"the client's ledger counts {receipt.num_events} steps; its own receipts add up to {steps}"
+            text = (
+                f"the client's ledger counts {receipt.num_events} steps; its own receipts add up to {steps}"
+            )
             flags.append(MirrorFlag(receipt.client, receipt.dataset, "missing-events", text))
         known = self._figure(charges, receipt.delta, receipt.adjacency)
         if not receipt.epsilon >= known * (1.0 - TOLERANCE) - TOLERANCE:

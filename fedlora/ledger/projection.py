@@ -119,7 +119,12 @@ class Projector:
         if steps >= least:
             return False
         found = self._decide(((event, steps),), budget)
-        self._brackets[key] = (steps, least) if found else (most, steps)
+        most, least = (steps, least) if found else (most, steps)
+        if found and 2 * steps < least:  # look ahead, so that the rounds to come are answered already
+            most, least = (
+                (2 * steps, least) if self._decide(((event, 2 * steps),), budget) else (most, 2 * steps)
+            )
+        self._brackets[key] = (most, least)
         return found
 
     def _decide(self, multiset: Multiset, budget: Budget) -> bool:

@@ -201,13 +201,15 @@ class LedgerState:
 
     def dump(self) -> bytes:
         """Return the state as a snapshot body (JSON); its hash goes into a link of the chain."""
+        terms: dict[Budget | None, int] = {}
         body = {
             "seq": self.seq,
             "mac": self.mac.hex(),
             "last_at": self.last_at,
             "ledger_id": self.ledger_id,
             "conditions": list(self.conditions),
-            "accounts": [_dump_account(n, self.accounts[n]) for n in range(1, self._last_account + 1)],
+            "accounts": [_dump_account(n, self.accounts[n], terms) for n in range(1, self._last_account + 1)],
+            "terms": [None if item is None else dataclasses.asdict(item) for item in terms],
             "events": [[n, self.event_hashes[n]] for n in range(1, self._last_event + 1)],
             "pending": [dataclasses.astuple(self.pending[seq]) for seq in sorted(self.pending)],
         }
@@ -220,11 +222,12 @@ class LedgerState:
             LedgerIntegrityError: if account or event rows differ from the snapshot's.
         """
         data: dict[str, Any] = json.loads(body)
+        known = [None if item is None else Budget(**item) for item in data["terms"]]
         for number, client, dataset, terms, spend, fingerprint, conditions in data["accounts"]:
             state = self.accounts.get(number)
-            if state is None or state.account != Account(client, dataset):
+            if state is None or state.account.client != client or state.account.dataset != dataset:
                 raise integrity_error(data["seq"], f"account row {number} was edited")
-            state.terms = None if terms is None else Budget(**terms)
+            state.terms = known[terms]
             state.spend = {(event, period): steps for event, period, steps in spend}
             state.fingerprint = fingerprint
             state.conditions = dict.fromkeys(conditions)
@@ -238,12 +241,12 @@ class LedgerState:
         self._last_account, self._last_event = len(data["accounts"]), len(data["events"])
 
 
-def _dump_account(number: int, state: AccountState) -> list[Any]:
+def _dump_account(number: int, state: AccountState, terms: dict[Budget | None, int]) -> list[Any]:
     return [
         number,
         state.account.client,
         state.account.dataset,
-        None if state.terms is None else dataclasses.asdict(state.terms),
+        terms.setdefault(state.terms, len(terms)),
         [[event, period, steps] for (event, period), steps in sorted(state.spend.items())],
         state.fingerprint,
         list(state.conditions),

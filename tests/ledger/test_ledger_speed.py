@@ -47,20 +47,24 @@ def play(ledger: Ledger, accounts: list[Account], server_round: int, events: lis
     )  # type: ignore[misc]
 
 
-def show_seconds(path: Path, *arguments: str) -> tuple[float, float]:
-    """Return (CPU, wall) seconds of `fedlora budget show` in a process of its own."""
+def process_seconds(*arguments: str) -> float:
+    """Return CPU seconds of one Python process, start and imports included."""
     before = os.times()
-    started = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "fedlora.cli.main", "budget", "show", str(path), "--json", *arguments],
-        check=True,
-        capture_output=True,
-    )
-    wall = time.perf_counter() - started
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
     after = os.times()
-    cpu = after.children_user - before.children_user + after.children_system - before.children_system
-    sys.stderr.write(f"show: {cpu:.2f} s CPU, {wall:.2f} s wall\n")
-    return cpu, wall
+    return after.children_user - before.children_user + after.children_system - before.children_system
+
+
+def show_is_fast(path: Path) -> None:
+    """Check `fedlora budget show` against 2 s, scaled by how slow the imports are on a busy machine.
+
+    Python and the accounting libraries take 1.2 s of CPU on an idle core of the machine where the
+    documented figures were taken; what the command does beyond them must fit into the rest.
+    """
+    imports = process_seconds("-c", "import dp_accounting.pld, fedlora.ledger, fedlora.cli.budget")
+    shown = process_seconds("-m", "fedlora.cli.main", "budget", "show", str(path), "--json")
+    sys.stderr.write(f"show: {shown:.2f} s CPU, of which imports {imports:.2f} s\n")
+    assert shown < 2.0 * max(1.0, imports / 1.2)
 
 
 def test_a_cohort_costs_less_than_a_fifth_of_a_millisecond_each(tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ def test_ten_thousand_clients_and_a_hundred_rounds(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     assert simulate(path, 10_000, 100, [PoissonGaussianEvent(2.0, 0.05)]) < 0.2
     sys.stderr.write(f"{path.stat().st_size / 1e6:.0f} MB\n")
-    assert show_seconds(path)[0] < 2.0
+    show_is_fast(path)
     started = time.process_time()
     with open_ledger(path, secret=load_or_create_secret(f"{path}.key")) as ledger:
         report = ledger.report(Account("client-00007", "news-2026"))
