@@ -473,3 +473,23 @@ def test_push_uploads_the_folder_and_fails_in_one_line(
     monkeypatch.setattr(Api, "upload_folder", lambda self, **how: 1 / 0)
     with pytest.raises(ExportError, match="hf auth login"):
         push_folder(tmp_path, "me/model")
+
+
+def test_the_folder_has_the_layout_that_servers_read(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    bench = make_bench(tmp_path / "base", "llama", ["q_proj", "v_proj"], model={"task": "instruction"})
+    export_adapter(bench, trained_payload(bench), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["peft_type"] == "LORA"
+    assert written["task_type"] == "CAUSAL_LM"
+    assert written["bias"] == "none"
+    assert written["modules_to_save"] is None
+    assert sorted(written["target_modules"]) == ["q_proj", "v_proj"]
+    assert (written["r"], written["lora_alpha"], written["use_rslora"]) == (4, 8, False)
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    ends = {name.removeprefix("base_model.model.model.layers.") for name in tensors}
+    assert "0.self_attn.q_proj.lora_A.weight" in ends
+    assert "1.self_attn.v_proj.lora_B.weight" in ends
+    assert len(tensors) == 8
+    assert "content" in (tmp_path / "out" / "chat_template.jinja").read_text()

@@ -179,3 +179,26 @@ def test_minilm_loads_from_its_package_without_importing_it() -> None:
     assert base.location.origin == "package"
     assert base.license == "apache-2.0"
     assert base.tokenizer.model_max_length == 512
+
+
+def test_hub_snapshots_need_safetensors_and_never_ask_for_pickles(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[dict[str, Any]] = []
+
+    def snapshot(name: str, **how: Any) -> str:
+        asked.append(how)
+        return str(folder if name == "good/model" else tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    found = locate_model("good/model", "v2")
+    assert (found.origin, found.license) == ("hub-cache", "mit")
+    assert asked[0]["revision"] == "v2"
+    assert asked[0]["local_files_only"] is True
+    assert not any(pattern.endswith((".bin", ".pt", ".pkl")) for pattern in asked[0]["allow_patterns"])
+    with pytest.raises(ModelError, match="pickles/only"):
+        locate_model("pickles/only")
