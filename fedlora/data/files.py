@@ -24,7 +24,7 @@ from fedlora.data.rows import (
     Origin,
     Row,
     RowStore,
-    _is_text_valid,
+    is_text_valid,
 )
 from fedlora.errors import DataError
 
@@ -100,7 +100,7 @@ def parse_json_line(line: str) -> Row | None:
         raise ValueError("not valid JSON") from fault
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    if not _is_text_valid(row):
+    if not is_text_valid(row):
         raise ValueError("a text has an unpaired surrogate (half an emoji, say)")
     return row
 
@@ -224,7 +224,7 @@ def _read_json(path: Path) -> RowStore:
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):
             raise DataError(f"{Origin(str(path), number)}: not a JSON object; content withheld")
-        if not _is_text_valid(row):
+        if not is_text_valid(row):
             raise DataError(
                 f"{Origin(str(path), number)}: a text has an unpaired surrogate; content withheld"
             )

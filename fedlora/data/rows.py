@@ -86,7 +86,7 @@ class Rows(Sequence[Row]):
                 raise DataError(f"{self._store.origin(place)}: column {column!r} (for {role}) is missing")
         # Roles are looked up before any is written, so that two columns can change places.
         row = row | {role: row[column] for role, column in self._roles.items()}
-        if not _is_text_valid(row):
+        if not is_text_valid(row):
             raise DataError(
                 f"{self._store.origin(place)}: a text has an unpaired surrogate (half an emoji, say); "
                 "content withheld; repair or remove the record"
@@ -211,7 +211,7 @@ class ColumnStore:
         return Origin(self._source, index + 1)
 
 
-def _is_text_valid(value: Any) -> bool:
+def is_text_valid(value: Any) -> bool:
     """Say whether every string in a record can be written as UTF-8."""
     if isinstance(value, str):
         if value.isascii():
@@ -222,7 +222,7 @@ def _is_text_valid(value: Any) -> bool:
             return False
         return True
     if isinstance(value, Mapping):
-        return all(_is_text_valid(part) for part in value.values())
+        return all(is_text_valid(part) for part in value.values())
     if isinstance(value, (list, tuple)):
-        return all(_is_text_valid(part) for part in value)
+        return all(is_text_valid(part) for part in value)
     return True
