@@ -47,7 +47,9 @@ def load_mutations() -> tuple[Mutation, ...]:
             kind = {"-": "old", "+": "new"}.get(line[0], "head")
             fields[kind].append(line[1:] if kind != "head" else line)
         name, file, tests = fields["head"]
-        found.append(Mutation(name, file, "\n".join(fields["old"]), "\n".join(fields["new"]), tuple(tests.split())))
+        found.append(
+            Mutation(name, file, "\n".join(fields["old"]), "\n".join(fields["new"]), tuple(tests.split()))
+        )
     return tuple(found)
 
 
@@ -72,7 +74,16 @@ def survives(mutation: Mutation) -> tuple[bool, str]:
             return True, f"the line to change occurs {text.count(mutation.old)} times in {mutation.file}"
         path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not network and not postgres", *mutation.tests],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-m",
+                "not network and not postgres",
+                *mutation.tests,
+            ],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "CI": "false"},
             capture_output=True,

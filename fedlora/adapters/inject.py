@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import get_pattern_key
 from torch import nn
 
@@ -74,6 +75,8 @@ def _lora(
 ) -> AdaptedModel:
     peft_model = _peft(base_model, config, head)
     layers = _lora_layers(peft_model)
+    if not layers and config.target_modules:
+        raise ModelError("adapter.target_modules: no layer was adapted; name modules of this model")
     _refuse_unmatched(config, list(layers))
     matches = _pattern_matches(config, list(layers))
     leaves = _saved_leaves(peft_model)
@@ -101,6 +104,10 @@ def _lora(
 
 def _peft(base_model: Any, config: AdapterConfig, head: tuple[str, ...]) -> PeftModel:
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    if not targets and not head:
+        raise ModelError(
+            "adapter: neither target_modules nor modules_to_save names a layer; name at least one"
+        )
     transposed = any(
         type(module).__name__ == "Conv1D" and (targets == "all-linear" or _is_one_of(name, tuple(targets)))
         for name, module in base_model.named_modules()
@@ -109,7 +116,7 @@ def _peft(base_model: Any, config: AdapterConfig, head: tuple[str, ...]) -> Peft
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=alpha,
-        target_modules=targets,
+        target_modules=targets or DUMMY_TARGET_MODULES,  # no target: the head alone is trained
         exclude_modules=list(head) if targets == "all-linear" and head else None,
         lora_dropout=config.dropout,
         rank_pattern=dict(config.rank_pattern),
@@ -143,8 +150,6 @@ def _lora_layers(peft_model: nn.Module) -> dict[str, Any]:
             raise ModelError(f"target module {name}: only plain LoRA is supported (no DoRA and no convolution); "
                              "leave the variant out")  # fmt: skip
         layers[name] = module
-    if not layers:
-        raise ModelError("adapter.target_modules: no layer was adapted; name modules of this model")
     return layers
 
 
