@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fedlora.errors import RankMismatchError
@@ -13,9 +14,18 @@ from fedlora.errors import RankMismatchError
 def to_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a host tensor without waiting for the device (page-locked memory for a GPU)."""
     target = torch.device(device)
-    if target.type == "cuda":
+    if target.type == "cuda" and not host.is_cuda:
         return host.pin_memory().to(target, non_blocking=True)
     return host.to(target)
+
+
+def to_host(value: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host (through page-locked memory from a GPU); waits for it."""
+    if not value.is_cuda:
+        return value.clone()
+    held = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    held.copy_(value)
+    return held
 
 
 @dataclass(frozen=True)
@@ -50,24 +60,19 @@ class RecordAxis:
             raise RankMismatchError(
                 "records: need one count >= 0 for each client; got none or a negative one"
             )
-        longest = max(max(counts), 1)
-        client: list[int] = []
-        slot: list[int] = []
-        padded: list[list[int]] = []
-        for number, count in enumerate(counts):
-            first = len(client)
-            client += [number] * count
-            slot += range(number * longest, number * longest + count)
-            padded.append([*range(first, first + count), *([0] * (longest - count))])
-        present = [[place < count for place in range(longest)] for count in counts]
-        moved = to_device(torch.tensor([client, slot], dtype=torch.int64).reshape(2, -1), device)
-        return cls(
-            tuple(counts),
-            moved[0],
-            to_device(torch.tensor(padded, dtype=torch.int64), device),
-            to_device(torch.tensor(present, dtype=torch.bool), device),
-            moved[1],
-        )
+        sizes = np.asarray(counts, dtype=np.int64)
+        longest = max(int(sizes.max()), 1)
+        client = np.repeat(np.arange(len(sizes)), sizes)
+        first = np.cumsum(sizes) - sizes
+        slot = np.arange(len(client)) - first[client] + client * longest
+        places = np.arange(longest)
+        present = places < sizes[:, None]
+        padded = np.where(present, first[:, None] + places, 0)
+        parts = (client, slot, padded.reshape(-1), present.reshape(-1).astype(np.int64))
+        moved = to_device(torch.from_numpy(np.concatenate(parts)), device)  # one transfer
+        owners, slots, table, there = torch.split(moved, [len(part) for part in parts])
+        shape = (len(sizes), longest)
+        return cls(tuple(counts), owners, table.view(shape), there.view(shape).bool(), slots)
 
     @property
     def num_records(self) -> int:

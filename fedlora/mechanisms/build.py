@@ -10,7 +10,7 @@ import torch
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import BlockTable, FlatBlocks
 from fedlora.adapters.layout import check_payload_fits
-from fedlora.adapters.records import RecordAxis
+from fedlora.adapters.records import RecordAxis, to_host
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.errors import LayoutMismatchError, PrivacyParameterError
 from fedlora.mechanisms.base import LocalState, Mechanism
@@ -107,7 +107,7 @@ def close_values(
     mechanism: Mechanism, state: LocalState, kind: PayloadKind, recipe: str | None
 ) -> list[AdapterPayload]:
     """Return each client's values as a payload (one transfer from the device)."""
-    rows = state.values.flat.to(torch.float32).cpu().numpy()
+    rows = to_host(state.values.flat.to(torch.float32)).numpy()
     table = state.values.table
     layout = mechanism.layout
     payloads = []

@@ -16,6 +16,7 @@ import torch
 
 from fedlora.accounting import Event
 from fedlora.adapters.adapted import AdaptedModel
+from fedlora.adapters.records import to_host
 from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import ModelError, PrivacyError
 from fedlora.mechanisms.base import LocalState, Mechanism
@@ -196,5 +197,5 @@ def _with_slots(state: LocalState, jobs: Sequence[ClientJob]) -> LocalState:
 
 def _split_slots(state: LocalState, num_clients: int) -> list[dict[str, torch.Tensor]]:
     """Return each client's optimiser state on the host (one transfer per slot)."""
-    on_host = {name: value.cpu() for name, value in state.slots.items()}
+    on_host = {name: to_host(value) for name, value in state.slots.items()}
     return [{name: value[number] for name, value in on_host.items()} for number in range(num_clients)]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
@@ -41,11 +45,22 @@ class PassTask(Protocol):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """SENSITIVE. One drawn record, its owner's number and its length."""
+    """SENSITIVE. Drawn records in one list, with each one's owner and length."""
 
-    client: int
-    record: Any
-    length: int
+    records: list[Any]
+    clients: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, draws: Sequence[Sequence[Any]]) -> _Drawn:
+        """Join all clients' draws, in client order."""
+        records = [record for draw in draws for record in draw]
+        clients = np.repeat(np.arange(len(draws)), [len(draw) for draw in draws])
+        return cls(records, clients, np.fromiter(map(len, records), dtype=np.int64, count=len(records)))
+
+
+Places = npt.NDArray[np.int64]
+"""Numbers of the drawn records of one pass, ascending (so that they are sorted by client)."""
 
 
 class PassRunner:
@@ -80,18 +95,18 @@ class PassRunner:
         low = state.values
         if low.flat.dtype != dtype:
             low = low.like(low.flat.to(dtype))
-        drawn = [_Drawn(k, record, len(record)) for k, draw in enumerate(draws) for record in draw]
+        drawn = _Drawn.of(draws)
         total: ClippedSum | None = None
-        pending = self._plan(drawn)
+        pending = self._plan(drawn, np.arange(len(drawn.records)))
         while pending:
             chunk = pending.pop(0)
             try:
-                part = self._one_pass(mechanism, state, low, chunk)
+                part = self._one_pass(mechanism, state, low, drawn, chunk)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as problem:
                 if not _out_of_memory(problem):
                     raise
-                self._halve(chunk)
-                pending = self._plan(chunk) + pending
+                self._halve(drawn, chunk)
+                pending = self._plan(drawn, chunk) + pending
                 continue
             total = part if total is None else _add(total, part)
         if total is None:
@@ -100,25 +115,27 @@ class PassRunner:
             return zero_sum(mechanism.coordinates.table, axis, mechanism.metric, bound, state.values.flat)
         return total
 
-    def _plan(self, drawn: Sequence[_Drawn]) -> list[list[_Drawn]]:
+    def _plan(self, drawn: _Drawn, places: Places) -> list[Places]:
         """Cut records into passes of similar length, longest first."""
         floor = _BUCKET_TOKENS.get(self._adapted.device.type, 256)
-        passes: list[list[_Drawn]] = []
-        longest = 0
-        for one in sorted(drawn, key=lambda each: -each.length):
-            current = passes[-1] if passes else []
-            tokens = (len(current) + 1) * longest
-            full = self._max_records is not None and len(current) >= self._max_records
-            heavy = self.max_tokens is not None and tokens > self.max_tokens
-            short = len(current) * longest >= floor and one.length < _BUCKET_RATIO * longest
-            if not current or full or heavy or short:
-                passes.append([one])
-                longest = one.length
-            else:
-                current.append(one)
+        order = places[np.argsort(-drawn.lengths[places], kind="stable")]
+        passes: list[Places] = []
+        first, longest = 0, 0
+        for number, length in enumerate(drawn.lengths[order].tolist()):
+            count = number - first
+            full = self._max_records is not None and count >= self._max_records
+            heavy = self.max_tokens is not None and (count + 1) * longest > self.max_tokens
+            short = count * longest >= floor and length < _BUCKET_RATIO * longest
+            if count > 0 and (full or heavy or short):
+                passes.append(np.sort(order[first:number]))
+                first = number
+            if number == first:
+                longest = length
+        if len(order) > first:
+            passes.append(np.sort(order[first:]))
         return passes
 
-    def _halve(self, chunk: Sequence[_Drawn]) -> None:
+    def _halve(self, drawn: _Drawn, chunk: Places) -> None:
         """Halve the pass size after an out-of-memory.
 
         Raises:
@@ -129,23 +146,20 @@ class PassRunner:
                 "memory: one record alone does not fit; lower data.max_length, use a smaller model or dtype, or "
                 "switch model.gradient_checkpointing on"
             ) from None
-        tokens = len(chunk) * max(one.length for one in chunk)
+        tokens = len(chunk) * int(drawn.lengths[chunk].max())
         self.max_tokens = tokens // 2
         _LOG.warning("out of memory: passes are limited to half their size from now on")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _one_pass(
-        self, mechanism: Mechanism, state: LocalState, low: FlatBlocks, chunk: Sequence[_Drawn]
+        self, mechanism: Mechanism, state: LocalState, low: FlatBlocks, drawn: _Drawn, chunk: Places
     ) -> ClippedSum:
         """Run one forward and backward for some records of some clients."""
         adapted, num_clients = self._adapted, state.values.flat.shape[0]
-        ordered = sorted(chunk, key=lambda one: one.client)
-        counts = [0] * num_clients
-        for one in ordered:
-            counts[one.client] += 1
+        counts = np.bincount(drawn.clients[chunk], minlength=num_clients).tolist()
         records = RecordAxis.of(counts, adapted.device)
-        batch = self._task.collate([one.record for one in ordered])
+        batch = self._task.collate([drawn.records[place] for place in chunk.tolist()])
         refuse_packed(batch)
         moved = {
             name: to_device(value, adapted.device) if isinstance(value, torch.Tensor) else value
@@ -153,16 +167,30 @@ class PassRunner:
         }
         views = mechanism.stages.views(mechanism, state, low, records)
         extras = {name: low[name] for name in mechanism.coordinates.extras}
-        gradients = per_record_gradients(
-            adapted,
-            mechanism.coordinates,
-            mechanism.metric,
-            views,
-            extras,
-            records,
-            lambda: self._task.per_record_loss(adapted.model, moved),
-        )
+        with attention_kernels(adapted.device):
+            gradients = per_record_gradients(
+                adapted,
+                mechanism.coordinates,
+                mechanism.metric,
+                views,
+                extras,
+                records,
+                lambda: self._task.per_record_loss(adapted.model, moved),
+            )
         return mechanism.clip(gradients)
+
+
+@contextmanager
+def attention_kernels(device: torch.device) -> Iterator[None]:
+    """Leave cuDNN's attention out: it plans anew for each shape, and every Poisson draw has another one.
+
+    Measured on an H200 (256 records of 64 tokens, 6 layers): 115 ms of a 159 ms step under the profiler.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
 
 
 def refuse_packed(batch: Mapping[str, Any]) -> None:
