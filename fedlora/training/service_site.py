@@ -22,6 +22,7 @@ from fedlora.ledger import Budget, Ledger, bound_contributions, load_or_create_s
 from fedlora.training.charging import LedgerKeeper
 from fedlora.training.policy import Policy
 from fedlora.training.port import Packet, PacketPort, serve_packet
+from fedlora.training.replies import LedgerReplies
 from fedlora.training.shelf import LazyRecords, Records
 from fedlora.training.trainer import Signer, Trainer
 
@@ -249,6 +250,7 @@ def build_site(config: TrainerConfig, config_file: str | Path) -> Site:
         LedgerKeeper(ledger),
         budgets=dict.fromkeys(clients, terms),
         dataset=config.data.name,
+        replies=LedgerReplies(ledger),
         sign=sign,
         identity=identity,
     )
