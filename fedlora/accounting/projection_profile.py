@@ -3,9 +3,9 @@
 Given the projections the mechanism is a (sampled) Gaussian with squared distance mu = sum w kappa^2 X. At a threshold
 e^eps its hockey-stick divergence is f(mu), convex up to mu_0 = 2 sqrt(1 + eps^2) - 2 and concave beyond, so that
 max(f, tangent at m), m >= mu_0, is a convex, non-decreasing majorant of f. By convexity the worst difference puts all
-its weight on one direction of one group, and the Beta variable may be replaced by a discrete one above it in convex order
-(chords over bins). The resulting curve bounds the divergence of both neighbours at every threshold; its convex hull on
-a grid is the curve of a discrete distribution, which composes.
+its weight on one direction of one group, and the Beta variable may be replaced by a discrete one above it in convex
+order (chords over bins). The resulting curve bounds the divergence of both neighbours at every threshold; its convex
+hull on a grid is the curve of a discrete distribution, which composes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _majorant(epsilon: FloatArray, laws: list[tuple[FloatArray, FloatArray]]) ->
             line = value[:, None] + slope[:, None] * (mu - m[:, None])
             worst = np.maximum(worst, np.maximum(curve, line) @ weights)
         best = np.minimum(best, worst)
-    return np.minimum(best, 1.0)
+    return np.asarray(np.minimum(best, 1.0))
 
 
 def _pairwise(epsilon: FloatArray, mu: FloatArray) -> FloatArray:
@@ -184,7 +184,7 @@ def distribution(
         if span is None:
             return None
         first, last = span
-        grid = np.arange(first, last + 1) * interval
+        grid: FloatArray = np.arange(first, last + 1, dtype=np.float64) * np.float64(interval)
         values = curve(event, grid, gain)
         if last * interval > 600.0 or not bool(np.all(np.isfinite(values))):
             return None

@@ -153,8 +153,9 @@ def test_m1_special_cases() -> None:
         **base, span=30, residual=0.5, noise_std=5.0
     )  # rank used up by the span: no residual block
     assert math.isfinite(acct.epsilon_of(filled, 1e-4).epsilon)
-    several = acct.M1Event(**base, span=10, residual=0.5, noise_std=50.0, changed_columns=2)
-    assert acct.epsilon_of(several, 1e-4).epsilon > acct.epsilon_of(both, 1e-4).epsilon * 0
+    quiet = {**base, "span": 10, "residual": 0.0, "noise_std": 50.0}
+    several = m1.several_columns(acct.M1Event(**quiet, changed_columns=2), 1e-4)
+    assert several > 2 * m1.several_columns(acct.M1Event(**quiet), 1e-4)
 
 
 def test_sketch_references(shared_dir: Path) -> None:
