@@ -13,6 +13,7 @@ from fedlora.config.schema import ColumnPartition
 from fedlora.data import bound_groups, check_disjoint, load_rows, partition_rows, split_validation
 from fedlora.data.metrics import mean_over_clients
 from fedlora.data.partition import dirichlet_partition, partition_table, partition_with, quantity_partition
+from fedlora.data.partition_plot import partition_svg
 from fedlora.errors import DataError
 
 
@@ -138,3 +139,18 @@ def test_h29_the_mean_is_over_clients_with_data() -> None:
     assert mean_over_clients(per_client) == {"accuracy": 0.75}
     assert mean_over_clients({"a": None}) == {}
     assert mean_over_clients({}) == {}
+
+
+def test_partition_plot_has_every_count_and_escapes_names() -> None:
+    from xml.etree import ElementTree
+
+    table = {"a<b": {"x": 3, "y": 1}, "client-0001": {}, "c": {"y": 2}}
+    drawn = ElementTree.fromstring(partition_svg(table))
+    titles = [node.text for node in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"x: 3", "y: 1", "y: 2"} <= set(titles)
+    texts = [node.text for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "a<b" in texts
+    assert "4" in texts
+    many = partition_svg({f"c{number}": {"x": 1} for number in range(100)})
+    assert "and 40 more clients" in many
+    ElementTree.fromstring(partition_svg({}))
