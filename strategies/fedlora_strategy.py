@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedlora.adapters.projection_recipe import with_projection
 from fedlora.aggregation import AggregateResult, Aggregator
 from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
 from fedlora.simulation.messages import from_record, to_record
@@ -127,6 +128,8 @@ class FedLoraStrategy(Strategy):
         """Sample clients and build one message a node (more where its clients' ranks differ)."""
         del config
         self._take_arrays(arrays)
+        if self.aggregator.mode.uplink == "projected":  # a projection serves one round, a repeated one too
+            self.payload = with_projection(self.payload)
         self.aggregator.begin(self.payload, recipe=self.recipe)
         self._grid = grid
         online = set(grid.get_node_ids())

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from fedlora.adapters.philox_normal import normals
 from fedlora.errors import PrivacyParameterError, RankMismatchError
+from fedlora.wire.payload import AdapterPayload
 
 SEED_NOTE: Final = "projection_seed"
 """Name of the note of a payload that carries the round's seed."""
@@ -34,6 +36,16 @@ def new_projection_seed() -> str:
 def projection_recipe(seed: str) -> str:
     """Return the sha256 by which updates name the projection that they were made under."""
     return hashlib.sha256(f"fedlora noisy_projection|1|{_checked(seed)}".encode()).hexdigest()
+
+
+def with_projection(payload: AdapterPayload) -> AdapterPayload:
+    """Return the payload with a fresh shared projection; call it once a round, when the payload's weights are final.
+
+    Every round asks anew, a repeated or resumed one too: two releases under one projection are not covered.
+    """
+    seed = new_projection_seed()
+    notes = {**payload.notes, SEED_NOTE: seed}
+    return replace(payload, recipe=projection_recipe(seed), notes=notes)
 
 
 def projection_from_seed(seed: str, module: str, rank: int, in_features: int) -> torch.Tensor:

@@ -17,9 +17,9 @@ import torch
 
 from fedlora.adapters.projection_recipe import (
     SEED_NOTE,
-    new_projection_seed,
     projection_from_seed,
     projection_recipe,
+    with_projection,
 )
 from fedlora.aggregation.factors import Pair, pair_of, rank_frames, write_pair
 from fedlora.aggregation.linear import MeanB, Means
@@ -78,8 +78,5 @@ class FoldedMean(MeanB):
         for name in blocks.keys() - factors:
             moved = self._optimizer.step_block(name, np.asarray(updates[name]))
             blocks[name] = (current.blocks[name] + moved).astype(np.float32)
-        new_seed = new_projection_seed()
-        payload = replace(
-            current, blocks=blocks, recipe=projection_recipe(new_seed), notes={SEED_NOTE: new_seed}
-        )
+        payload = with_projection(replace(current, blocks=blocks, notes={}))
         return Outcome(payload, residual=math.sqrt(lost / total) if total > 0 else 0.0)

@@ -28,9 +28,9 @@ from fedlora.adapters.layout import check_payload_fits
 from fedlora.adapters.projection_recipe import (
     SEED_NOTE,
     check_projection,
-    new_projection_seed,
     projection_from_seed,
     projection_recipe,
+    with_projection,
 )
 from fedlora.adapters.records import RecordAxis
 from fedlora.adapters.views import LayerView
@@ -104,13 +104,6 @@ def _initial(mechanism: Mechanism, adapted: AdaptedModel) -> AdapterPayload:
         "factors", blocks | adapted.extra_values(), modules, None, adapted.layout.base_fingerprint
     )
     return with_projection(payload) if settings.projection_source == "shared" else payload
-
-
-def with_projection(payload: AdapterPayload) -> AdapterPayload:
-    """Return the payload with a fresh shared projection; call it only once the payload's weights are final."""
-    seed = new_projection_seed()
-    notes = {**payload.notes, SEED_NOTE: seed}
-    return replace(payload, recipe=projection_recipe(seed), notes=notes)
 
 
 def _open(
@@ -295,6 +288,12 @@ def _update(mechanism: Mechanism, state: LocalState, update: NoisyUpdate, lr: fl
     return replace(state, values=values, slots=slots, own=own)
 
 
+def _within_sides(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same product with no more columns than the matrix has rank (exact)."""
+    most = min(up.shape[-2], down.shape[-1])
+    return _capped((up, down), most) if up.shape[-1] > most else (up, down)
+
+
 def _capped(pair: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
     frames, _ = truncate_product(pair[0], pair[1], rank)
     return frames.q_out @ frames.core, frames.q_in.mT.contiguous()
@@ -309,6 +308,8 @@ def _close(mechanism: Mechanism, state: LocalState) -> list[AdapterPayload]:
     modules: dict[str, ModuleSpec] = {}
     for module, spec in mechanism.layout.modules.items():
         up, down = own.folded[module]
+        if not shared:
+            up, down = _within_sides(up, down)
         modules[module] = spec if shared else replace(spec, rank=int(up.shape[-1]))
         empty = up.new_zeros(up.shape[0], spec.out_features, spec.rank)
         sent = {LORA_B: own.releases.get(module, empty)} if shared else {LORA_B: up, LORA_A: down}
