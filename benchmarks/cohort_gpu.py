@@ -112,13 +112,14 @@ class Clients:
         self.rows = self.rng.integers(5, vocab, (count, 100, length))
         self.noise = OsNoise()
 
-    def jobs(self, which: range) -> list[ClientJob]:
-        """Return jobs of some clients."""
-        return [ClientJob(f"client-{k}", lambda k=k: self.draw(k), self.noise) for k in which]
-
-    def draw(self, k: int) -> list[np.ndarray]:
-        """One Poisson draw."""
-        return list(self.rows[k][self.rng.random(100) < PER_CLIENT / 100])
+    def jobs(self, which: range, steps: int) -> list[ClientJob]:
+        """Return jobs of some clients with their Poisson draws of every step."""
+        coins = self.rng.random((len(which), steps, 100)) < PER_CLIENT / 100
+        made = []
+        for k, own in zip(which, coins, strict=True):
+            draws = iter([[self.rows[k, place] for place in np.flatnonzero(step)] for step in own])
+            made.append(ClientJob(f"client-{k}", lambda it=draws: next(it), self.noise))
+        return made
 
 
 def timed(work, cuda: bool) -> float:
@@ -140,11 +141,11 @@ def one_case(case: str, device: str, rounds: int, steps: int, singles: int) -> d
     few = range(min(singles, clients))
 
     def together() -> None:
-        engine.train(payload, data.jobs(range(clients)), steps)
+        engine.train(payload, data.jobs(range(clients), steps), steps)
 
     def alone() -> None:
         for k in few:
-            engine.train(payload, data.jobs(range(k, k + 1)), steps)
+            engine.train(payload, data.jobs(range(k, k + 1), steps), steps)
 
     for _ in range(2):
         together()
@@ -176,9 +177,9 @@ def profile_case(case: str, device: str, steps: int) -> str:
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for _ in range(2):
-        engine.train(payload, data.jobs(range(int(count))), steps)
+        engine.train(payload, data.jobs(range(int(count)), steps), steps)
     with torch.profiler.profile(activities=activities) as profile:
-        engine.train(payload, data.jobs(range(int(count))), steps)
+        engine.train(payload, data.jobs(range(int(count)), steps), steps)
         if device == "cuda":
             torch.cuda.synchronize()
     key = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
