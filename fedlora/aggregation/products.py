@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from fedlora.aggregation.types import Float64, Outcome, State
 from fedlora.errors import InconsistentRepliesError
 from fedlora.geometry import Frames, ProductSketch, expand, procrustes, product_distance, project_product
 from fedlora.wire.payload import AdapterPayload, ModuleSpec, PayloadKind
+
+STACK_RANK: Final = 512
+"""Largest rank of `stack`'s untruncated mean per module, where `max_rank` is not set."""
 
 
 @dataclass
@@ -170,7 +174,7 @@ class ProductMode:
 
 
 class StackMode(ProductMode):
-    """Keep the stacked factors: `full` is the mean itself, of rank sum r_k, until `max_rank` is passed."""
+    """Keep the stacked factors: `full` is the mean itself, of rank sum r_k, until `max_rank` (or 512) is passed."""
 
     kind = "stack"
 
@@ -179,7 +183,7 @@ class StackMode(ProductMode):
         for module, spec in payload.modules.items():
             if module not in self._merged:
                 limit = min(spec.out_features, spec.in_features)
-                cap = limit if self._max_rank is None else min(self._max_rank, limit)
+                cap = min(limit, STACK_RANK if self._max_rank is None else self._max_rank)
                 empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
                 self._merged[module] = _Merged(empty)
             self._merged[module].add(pair_of(payload, module), weight)
