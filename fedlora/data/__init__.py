@@ -9,12 +9,13 @@ shares = partition_rows(rows, config.data.partition, config.run.seed)
 ```
 """
 
+from fedlora.data.labels import check_columns, label_names
 from fedlora.data.partition import bound_groups, check_disjoint, partition_rows
 from fedlora.data.rows import Origin, Row, Rows
 from fedlora.data.sources import load_rows, public_eval_rows
 from fedlora.data.splits import split_validation
 from fedlora.data.tasks import build_task
-from fedlora.data.tasks.base import Encoded, EncodedRows, EncodeReport, Task, encode_report, label_names
+from fedlora.data.tasks.base import Encoded, EncodedRows, EncodeReport, Task, encode_report
 
 __all__ = [
     "EncodeReport",
@@ -26,6 +27,7 @@ __all__ = [
     "Task",
     "bound_groups",
     "build_task",
+    "check_columns",
     "check_disjoint",
     "encode_report",
     "label_names",

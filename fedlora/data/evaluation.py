@@ -11,7 +11,8 @@ import torch
 from fedlora.config.schema import FedLoraConfig, NoMechanism, NoPrivacy
 from fedlora.data.chat import special_ids
 from fedlora.data.metrics import exact_match, number_accuracy
-from fedlora.data.tasks.base import Encoded, Task, batches, evaluating
+from fedlora.data.tasks.base import Encoded, Task
+from fedlora.data.tasks.batching import batches, evaluating
 from fedlora.errors import DataError
 
 

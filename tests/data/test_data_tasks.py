@@ -188,7 +188,7 @@ def test_labels_map_by_name_in_the_stated_order() -> None:
 
 
 def test_label_names_come_from_the_data_only_where_they_are_public() -> None:
-    rows = Rows(ListStore([{"label": value} for value in ("10", "9", "9")], "x"))
+    rows = Rows(ListStore([{"text": "t", "label": value} for value in ("10", "9", "9")], "x"))
     simulated = data_config(partition={"kind": "quantity", "clients": 2})
     task = model_config("sequence-classification")
     assert label_names(task, simulated, rows) == ("9", "10")
@@ -197,6 +197,14 @@ def test_label_names_come_from_the_data_only_where_they_are_public() -> None:
     with pytest.raises(DataError, match="would reveal which labels"):
         label_names(task, data_config(), rows)
     assert label_names(model_config("causal-lm"), data_config(), rows) is None
+    empty = Rows(ListStore([], "x"))
+    assert label_names(model_config("sequence-classification", num_labels=2), simulated, empty) is None
+    with pytest.raises(DataError, match="no records to read the label set off"):
+        label_names(task, simulated, empty)
+    with pytest.raises(
+        DataError, match=r"needs the column\(s\) prompt, response; the columns are text, label"
+    ):
+        label_names(model_config("instruction"), simulated, rows)
 
 
 def test_schema_errors_name_row_and_column_without_content() -> None:
@@ -255,10 +263,10 @@ def test_label_names_read_tags_as_lists_or_text_and_name_bad_rows() -> None:
         model_config("token-classification"),
         data_config(partition={"kind": "quantity", "clients": 2}),
     )
-    rows = Rows(ListStore([{"tags": "B-X O"}, {"tags": ["O", "I-X"]}], "x"))
+    rows = Rows(ListStore([{"tokens": "a b", "tags": "B-X O"}, {"tokens": "a b", "tags": ["O", "I-X"]}], "x"))
     assert label_names(task, simulated, rows) == ("B-X", "I-X", "O")
     for bad in (None, "", float("nan"), {"a": 1}):
-        store = Rows(ListStore([{"label": "a"}, {"label": bad}], "site.csv"))
+        store = Rows(ListStore([{"text": "t", "label": "a"}, {"text": "t", "label": bad}], "site.csv"))
         with pytest.raises(DataError, match=r"site\.csv, row 2: (the label is empty|a label must be)"):
             label_names(model_config("sequence-classification"), simulated, store)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedlora.adapters.models import AUTO_CLASSES
 from fedlora.config.schema import DataConfig, ModelConfig
+from fedlora.data.labels import label_names, label_text
 from fedlora.data.rows import Row, Rows
 from fedlora.errors import DataError
 
@@ -250,62 +249,6 @@ class Task(ABC):
         return int(text)
 
 
-def label_names(
-    model_config: ModelConfig, data_config: DataConfig, rows: Rows | None
-) -> tuple[str, ...] | None:
-    """Return the public label names in order, or None where the task has none.
-
-    They come from `data.labels`; otherwise from the records of a simulated data set (the label
-    set is then public). Without either, labels must be numbers below `model.num_labels`.
-
-    Raises:
-        DataError: if they would have to be read off one site's own records.
-    """
-    from fedlora.adapters.models import LABELLED_TASKS
-
-    if model_config.task not in LABELLED_TASKS or model_config.num_labels == 1:
-        return None
-    if data_config.labels is not None:
-        return data_config.labels
-    if rows is None or (data_config.partition is None and not data_config.marked_public):
-        if model_config.num_labels is not None:
-            return None
-        raise DataError(
-            "data.labels (or model.num_labels) must be stated: reading the label set off a site's own "
-            "records would reveal which labels it has"
-        )
-    role = "tags" if model_config.task == "token-classification" else "label"
-    found: set[str] = set()
-    for place, value in enumerate(rows.column(role)):
-        several = value.split() if role == "tags" and isinstance(value, str) else value
-        parts = several if isinstance(several, (list, tuple)) else [several]
-        try:
-            found |= {label_text(part) for part in parts}
-        except DataError as fault:
-            raise DataError(f"{rows.origin(place)}: {fault}") from None
-    if all(text.removeprefix("-").isdecimal() for text in found):
-        return tuple(sorted(found, key=int))
-    return tuple(sorted(found))
-
-
-def label_text(value: Any) -> str:
-    """Return a label's name: text without surrounding blanks, numbers without a fraction of 0.
-
-    Raises:
-        DataError: for an empty or undefined label, or one that is neither text nor a number.
-    """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool):
-        value = int(value)
-    if not isinstance(value, (str, int, float, np.integer)):
-        raise DataError(f"a label must be text or a number, not {type(value).__name__}")
-    text = str(value).strip()
-    if not text or text == "nan":
-        raise DataError("the label is empty; repair or remove the record")
-    return text
-
-
 def field_text(row: Row, name: str) -> str:
     """Return one text column of a record.
 
@@ -346,91 +289,3 @@ def check_template(template: str | None) -> tuple[str, ...] | None:
             raise DataError(f"data.template: only plain fields like {{question}} are allowed, not {{{name}}}")
         names.append(name)
     return tuple(dict.fromkeys(names))
-
-
-def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """Pad integer rows at the right to one (records, longest) int64 tensor (at least one column)."""
-    width = max((len(row) for row in rows), default=0)
-    out = torch.full((len(rows), max(width, 1)), value, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        out[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return out
-
-
-def collate_tokens(records: Sequence[Encoded], pad_id: int) -> dict[str, Tensor]:
-    """Pad token ids, attention mask and token types; a record without tokens sees one pad token."""
-    batch = {
-        "input_ids": pad_right([record.input_ids for record in records], pad_id),
-        "attention_mask": pad_right([[1] * max(1, len(record.input_ids)) for record in records], 0),
-    }
-    if records and all("token_type_ids" in record.extras for record in records):
-        batch["token_type_ids"] = pad_right([record.extras["token_type_ids"] for record in records], 0)
-    return batch
-
-
-def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per-record sums of token losses and numbers of targets, float32.
-
-    Args:
-        logits: (records, positions, classes).
-        labels: (records, positions) int64, IGNORED where there is no target.
-    """
-    losses = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    return losses.view(labels.shape).sum(dim=1), (labels != IGNORED).sum(dim=1).to(torch.float32)
-
-
-def own_mean(sums: Tensor, targets: Tensor) -> Tensor:
-    """Divide each record's sum by its own number of targets; 0 where it has none."""
-    return torch.where(targets > 0, sums / targets.clamp(min=1), torch.zeros_like(sums))
-
-
-def model_inputs(model: Any, batch: Mapping[str, Tensor], *leave_out: str) -> dict[str, Tensor]:
-    """Move a batch to the model's device, without the named entries."""
-    device = next(model.parameters()).device
-    return {name: value.to(device) for name, value in batch.items() if name not in leave_out}
-
-
-def batches(
-    encoded: Sequence[Encoded], batch_size: int, max_tokens: int | None = None
-) -> Iterator[tuple[list[int], list[Encoded]]]:
-    """Yield (positions, records) in batches of similar length.
-
-    Args:
-        encoded: the records.
-        batch_size: largest number of records in a batch.
-        max_tokens: largest number of padded tokens in a batch (one record always fits).
-    """
-    order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
-    places: list[int] = []
-    for place in order:
-        longest = len(encoded[place])  # lengths only grow
-        full = max_tokens is not None and (len(places) + 1) * longest > max_tokens
-        if places and (len(places) == batch_size or full):
-            yield places, [encoded[each] for each in places]
-            places = []
-        places = [*places, place]
-    if places:
-        yield places, [encoded[each] for each in places]
-
-
-class evaluating:
-    """Context: eval mode without gradients; the modules' former modes come back afterwards."""
-
-    def __init__(self, model: Any) -> None:
-        """Remember which modules train."""
-        self._model = model
-        self._training = [module for module in model.modules() if module.training]
-        self._no_grad = torch.no_grad()
-
-    def __enter__(self) -> None:
-        """Switch to evaluation."""
-        self._model.eval()
-        self._no_grad.__enter__()
-
-    def __exit__(self, *fault: Any) -> None:
-        """Restore."""
-        self._no_grad.__exit__(*fault)
-        for module in self._training:
-            module.training = True

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from fedlora.data.metrics import perplexity
 from fedlora.data.rows import Row
-from fedlora.data.tasks.base import (
-    IGNORED,
-    Encoded,
-    Task,
+from fedlora.data.tasks.base import IGNORED, Encoded, Task
+from fedlora.data.tasks.batching import (
     batches,
     collate_tokens,
     evaluating,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fedlora.data.rows import Row
-from fedlora.data.tasks.base import Encoded, Task, model_inputs
+from fedlora.data.tasks.base import Encoded, Task
+from fedlora.data.tasks.batching import model_inputs
 from fedlora.data.tasks.sequence_classification import evaluate_head, head_loss
 from fedlora.errors import DataError
 

@@ -8,17 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedlora.data.rows import Row
-from fedlora.data.tasks.base import (
-    IGNORED,
-    Encoded,
-    Task,
-    collate_tokens,
-    field_text,
-    model_inputs,
-    own_mean,
-    pad_right,
-    token_loss,
-)
+from fedlora.data.tasks.base import IGNORED, Encoded, Task, field_text
+from fedlora.data.tasks.batching import collate_tokens, model_inputs, own_mean, pad_right, token_loss
 from fedlora.data.tasks.causal_lm import evaluate_tokens
 
 

@@ -12,15 +12,8 @@ from torch import Tensor
 
 from fedlora.data.metrics import classification_metrics, correlations
 from fedlora.data.rows import Row
-from fedlora.data.tasks.base import (
-    Encoded,
-    Task,
-    batches,
-    collate_tokens,
-    evaluating,
-    field_text,
-    model_inputs,
-)
+from fedlora.data.tasks.base import Encoded, Task, field_text
+from fedlora.data.tasks.batching import batches, collate_tokens, evaluating, model_inputs
 from fedlora.errors import DataError
 
 

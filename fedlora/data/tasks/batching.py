@@ -1,0 +1,100 @@
+"""Padding, batches and losses per record that the tasks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedlora.data.tasks.base import IGNORED, Encoded
+
+
+def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Pad integer rows at the right to one (records, longest) int64 tensor (at least one column)."""
+    width = max((len(row) for row in rows), default=0)
+    out = torch.full((len(rows), max(width, 1)), value, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        out[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return out
+
+
+def collate_tokens(records: Sequence[Encoded], pad_id: int) -> dict[str, Tensor]:
+    """Pad token ids, attention mask and token types; a record without tokens sees one pad token."""
+    batch = {
+        "input_ids": pad_right([record.input_ids for record in records], pad_id),
+        "attention_mask": pad_right([[1] * max(1, len(record.input_ids)) for record in records], 0),
+    }
+    if records and all("token_type_ids" in record.extras for record in records):
+        batch["token_type_ids"] = pad_right([record.extras["token_type_ids"] for record in records], 0)
+    return batch
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return per-record sums of token losses and numbers of targets, float32.
+
+    Args:
+        logits: (records, positions, classes).
+        labels: (records, positions) int64, IGNORED where there is no target.
+    """
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view(labels.shape).sum(dim=1), (labels != IGNORED).sum(dim=1).to(torch.float32)
+
+
+def own_mean(sums: Tensor, targets: Tensor) -> Tensor:
+    """Divide each record's sum by its own number of targets; 0 where it has none."""
+    return torch.where(targets > 0, sums / targets.clamp(min=1), torch.zeros_like(sums))
+
+
+def model_inputs(model: Any, batch: Mapping[str, Tensor], *leave_out: str) -> dict[str, Tensor]:
+    """Move a batch to the model's device, without the named entries."""
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items() if name not in leave_out}
+
+
+def batches(
+    encoded: Sequence[Encoded], batch_size: int, max_tokens: int | None = None
+) -> Iterator[tuple[list[int], list[Encoded]]]:
+    """Yield (positions, records) in batches of similar length.
+
+    Args:
+        encoded: the records.
+        batch_size: largest number of records in a batch.
+        max_tokens: largest number of padded tokens in a batch (one record always fits).
+    """
+    order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
+    places: list[int] = []
+    for place in order:
+        longest = len(encoded[place])  # lengths only grow
+        full = max_tokens is not None and (len(places) + 1) * longest > max_tokens
+        if places and (len(places) == batch_size or full):
+            yield places, [encoded[each] for each in places]
+            places = []
+        places = [*places, place]
+    if places:
+        yield places, [encoded[each] for each in places]
+
+
+class evaluating:
+    """Context: eval mode without gradients; the modules' former modes come back afterwards."""
+
+    def __init__(self, model: Any) -> None:
+        """Remember which modules train."""
+        self._model = model
+        self._training = [module for module in model.modules() if module.training]
+        self._no_grad = torch.no_grad()
+
+    def __enter__(self) -> None:
+        """Switch to evaluation."""
+        self._model.eval()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *fault: Any) -> None:
+        """Restore."""
+        self._no_grad.__exit__(*fault)
+        for module in self._training:
+            module.training = True
