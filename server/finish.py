@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import FedLoraError
 from fedlora.simulation.settings import RunResult
 from fedlora.training.port import Packet, encode_packet
@@ -45,7 +46,7 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
         status=status,
         rounds=server.loop.state.round,
         metrics=server.loop.state.metrics,
-        epsilon=server.loop.epsilon(),
+        epsilon=_final_epsilon(server),
         statement=statement(config, server),
         adapter=adapter,
         seconds=dict(server.seconds),
@@ -53,6 +54,14 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     )
     server.folder.write_json("summary.json", result)
     return result
+
+
+def _final_epsilon(server: Server) -> float | None:
+    """Return the largest epsilon that is known: reported by a ledger, or implied by this run's events."""
+    if isinstance(server.settings.config.privacy, ClientPrivacy):
+        return server.charge.epsilon()
+    known = [server.answers.mirror.largest_said, server.answers.mirror.largest()]
+    return max((one for one in known if one is not None), default=None)
 
 
 def _export(server: Server, warnings: list[str]) -> Path | None:

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -127,14 +127,26 @@ class RunFolder:
             stream.write(json.dumps(plain(record), allow_nan=False) + "\n")
 
 
-def write_ledger(folder: Path, ledger: Ledger, config: FedLoraConfig) -> None:
-    """Write what every account of the run's data set has spent, with the conditions, as `ledger.json`."""
+def write_ledger(
+    folder: Path, ledger: Ledger, config: FedLoraConfig, clients: Collection[str]
+) -> float | None:
+    """Write what every client's account has spent, with the conditions, as `ledger.json`.
+
+    Args:
+        folder: run folder.
+        ledger: the clients' ledger.
+        config: resolved configuration; its data set's accounts are written.
+        clients: the run's clients.
+
+    Returns:
+        The largest epsilon of these clients, or None if none has an account.
+    """
     reports = []
     for account in ledger.accounts():
-        if account.dataset != config.data.name:
-            continue
-        report = dataclasses.asdict(ledger.report(account, with_rounds=False))
-        report.pop("rounds", None)
-        reports.append(report)
+        if account.dataset == config.data.name and account.client in clients:
+            report = dataclasses.asdict(ledger.report(account, with_rounds=False))
+            report.pop("rounds", None)
+            reports.append(report)
     text = json.dumps(plain({"dataset": config.data.name, "accounts": reports}), indent=2, allow_nan=False)
     write_atomically(folder / "ledger.json", text.encode() + b"\n")
+    return max((float(one["epsilon"]) for one in reports), default=None)

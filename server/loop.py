@@ -53,8 +53,9 @@ class Answers:
         self.out_of_budget: set[str] = set()
 
     def start_round(self) -> None:
-        """Forget the last round's refusals."""
+        """Forget the last round's refusals and figures."""
         self.out_of_budget = set()
+        self.mirror.start_round()
 
     def note(self, reply: ClientReply) -> None:
         """Take one client's answer in, used or not."""

@@ -26,6 +26,7 @@ class LedgerMirror:
         self._spent: dict[str, dict[str, int]] = {}
         self._said: dict[str, float] = {}
         self._known: dict[Spent, float] = {}
+        self._fresh: float | None = None
 
     def memory(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
@@ -46,6 +47,18 @@ class LedgerMirror:
         counts[key] = counts.get(key, 0) + reply.steps
         if reply.epsilon is not None:
             self._said[reply.client] = reply.epsilon
+            self._fresh = max(self._fresh or 0.0, reply.epsilon)
+        else:
+            self._said.pop(reply.client, None)
+
+    def start_round(self) -> None:
+        """Forget which figures are new."""
+        self._fresh = None
+
+    @property
+    def said_this_round(self) -> float | None:
+        """Largest epsilon reported since `start_round`; None if nobody reported one."""
+        return self._fresh
 
     @property
     def largest_said(self) -> float | None:

@@ -87,7 +87,7 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
     def epsilon() -> float | None:
         if isinstance(config.privacy, ClientPrivacy):
             return charge.epsilon()
-        return answers.mirror.largest_said
+        return answers.mirror.said_this_round
 
     loop = RoundLoop(settings, grid, strategy, evaluator, answers, folder, before_round, epsilon)
     seconds = {"load_model": loaded - started, "set_up": time.perf_counter() - loaded}

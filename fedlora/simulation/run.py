@@ -83,10 +83,9 @@ def simulate(
             if result is None:
                 raise SimulationError("the server app ended without a result; see its log")
             seconds = {**result.seconds, "wall": time.perf_counter() - started}
-            return replace(result, seconds=seconds)
+            return _with_ledger(replace(result, seconds=seconds), book, settings)
         finally:
             if book is not None:
-                _export_ledger(book, settings)
                 book.close()
 
 
@@ -157,9 +156,16 @@ def _open_ledger(config: FedLoraConfig, path: Path | None) -> Ledger | None:
     return open_ledger(target, secret=secret)
 
 
-def _export_ledger(book: Ledger, settings: ServerSettings) -> None:
-    """Write each client's account as JSON beside the run's metrics."""
-    load_module(find_app_dir(), "server.folder").write_ledger(settings.folder, book, settings.config)
+def _with_ledger(result: RunResult, book: Ledger | None, settings: ServerSettings) -> RunResult:
+    """Write every account as JSON beside the run's metrics; the ledger's largest epsilon is the run's."""
+    if book is None:
+        return result
+    folder: Any = load_module(find_app_dir(), "server.folder")
+    clients = {client for known in (settings.clients or {}).values() for client in known}
+    epsilon = folder.write_ledger(settings.folder, book, settings.config, clients)
+    final = replace(result, epsilon=epsilon if epsilon is not None else result.epsilon)
+    folder.RunFolder(settings.folder).write_json("summary.json", final)
+    return final
 
 
 def num_workers(config: FedLoraConfig, clients: int) -> int:

@@ -57,11 +57,24 @@ class Spending:
         if not plan:
             return grants
         answers = self.keeper.reserve(plan)
-        accounts = [answer.account for answer in answers if isinstance(answer, Reservation)]
+        accounts = [
+            answer.account
+            for answer in answers
+            if isinstance(answer, Reservation) and self._figure_due(answer.server_round)
+        ]
         standings = self.keeper.standing(accounts, privacy.target_delta)
         for message_id, answer in zip(owners, answers, strict=True):
             grants[message_id].append(Grant(answer, standings.get(answer.account)))
         return grants
+
+    def _figure_due(self, server_round: int) -> bool:
+        """Return whether a round's exact epsilon is told: an exact figure costs more than a small round.
+
+        The budget itself is checked in every round.
+        """
+        section = self.config.data.public_eval
+        every = 5 if section is None else section.every_rounds
+        return server_round == self.config.federation.rounds or server_round % every == 0
 
     def commit(self, commits: Sequence[CommitRequest]) -> None:
         """Record what ran, in one transaction."""

@@ -8,7 +8,6 @@ transaction *before* the message reaches the worker, and the worker's trainer wo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -222,7 +221,9 @@ class GrantKeeper:
         return taken
 
     def standing(self, accounts: Sequence[Account], delta: float) -> Mapping[Account, Standing]:
-        """Return the standings that came with the grants (reserved rounds count as spent)."""
+        """Return the standings that came with the grants (reserved rounds count as spent).
+
+        The driver works exact figures out in some rounds only; accounts without one are left out.
+        """
         del delta
-        unknown = Standing(math.inf, "")
-        return {account: self._standings.get(account, unknown) for account in accounts}
+        return {account: self._standings[account] for account in accounts if account in self._standings}

@@ -57,8 +57,9 @@ def test_h12_epsilon_accumulates_over_rounds(world: Path, tmp_path: Path, rounds
     expected = epsilon_by_hand(1.0, 0.2, rounds * steps, 1e-4)
     assert result.epsilon == pytest.approx(expected, rel=2e-3)
     assert result.epsilon >= expected - 1e-9
-    seen = [line["epsilon"] for line in metric_lines(result.folder)[1:]]
+    seen = [line["epsilon"] for line in metric_lines(result.folder)[1:] if line["epsilon"] is not None]
     assert seen == sorted(seen)
+    assert seen[-1] == result.epsilon
     for report in reports(tmp_path).values():
         assert sum(row.steps_charged for row in report.rounds) == rounds * steps
         assert all(row.state == "committed" for row in report.rounds)
