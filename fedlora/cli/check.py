@@ -71,7 +71,7 @@ def _static_figures(config: FedLoraConfig, steps: int) -> dict[str, Any]:
 def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
     """Load public parts (and rows for their label names where they are not stated) and derive the figures."""
     from fedlora.simulation.prepare import complete, make_federation
-    from fedlora.wire.layout import payload_bytes
+    from fedlora.wire.layout import payload_bytes, predict_size
 
     clients = None
     if config.data.partition is not None:
@@ -80,12 +80,15 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
     prepared = complete(config)
     resolved, bench = prepared.config, prepared.bench
     payload = payload_bytes(bench.initial_payload())
+    down = predict_size(bench.layout, bench.mechanism.downlink).total
+    up = predict_size(bench.layout, bench.mechanism.uplink, config.federation.compression).total
     base = sum(int(p.numel()) * int(p.element_size()) for p in bench.base.model.parameters())
     trained = payload // 4
     figures: dict[str, Any] = {
         "clients": clients,
-        "payload_bytes_down": payload,
-        "payload_bytes_per_client_and_round": 2 * payload,
+        "payload_bytes_down": down,
+        "payload_bytes_up_per_client": up,
+        "payload_bytes_per_client_and_round": down + up,
         "trained_parameters": trained,
         "base_model_bytes": base,
         "per_record_gradient_bytes": trained * 4 * config.training.expected_batch_size,
