@@ -5,8 +5,9 @@ Prints one JSON object: FLOPs (torch's counter), time and peak memory of each va
     python benchmarks/step_time.py                       # CPU: hidden 576, 4 layers, rank 16, 8 x 128 tokens
     python benchmarks/step_time.py --device cuda --size large --batch 16 --length 256
 
-Variants: peft (forward, backward, AdamW on both factors), lora_fa, factor, prism (noise and update included),
-opacus_hooks and opacus_ghost (where Opacus is installed), limit (forward and backward without any adapter gradient).
+Variants: peft (forward, backward, AdamW on both factors; PEFT's default, float32 factors), peft_bf16_adapter (bf16
+factors), lora_fa, factor, prism (noise and update included), opacus_hooks and opacus_ghost (where Opacus is installed),
+limit (forward and backward of the base model alone).
 Variants take turns within every repetition; the ratio is the median over repetitions of time over PEFT's time of
 the same repetition. `--check` exits with 1 where a target is missed.
 """
@@ -219,11 +220,11 @@ def variants(options: argparse.Namespace) -> dict[str, Callable[[], Step]]:
         return copy.deepcopy(base)
 
     made: dict[str, Callable[[], Step]] = {
-        "peft": lambda: peft_step(fresh(), ids, rank, dtype),
+        "peft": lambda: peft_step(fresh(), ids, rank, torch.float32),
         "limit": lambda: limit_step(fresh(), ids),
     }
     if dtype == torch.bfloat16:
-        made["peft_float32_adapter"] = lambda: peft_step(fresh(), ids, rank, torch.float32)
+        made["peft_bf16_adapter"] = lambda: peft_step(fresh(), ids, rank, dtype)
     for kind in options.kinds.split(","):
         made[kind] = lambda kind=kind: private_step(kind, fresh(), ids, rank)
     if options.opacus and importlib.util.find_spec("opacus") is not None:

@@ -31,6 +31,14 @@ def add_product(base: torch.Tensor, h: torch.Tensor, matrix: torch.Tensor, scale
     return torch.baddbmm(base, h, matrix, alpha=scale)
 
 
+def add_product_(base: torch.Tensor, h: torch.Tensor, matrix: torch.Tensor, scale: float) -> None:
+    """Add scale * h @ matrix to a fresh, contiguous base (n, t, m) in place."""
+    if matrix.dim() == 2:
+        base.view(-1, base.shape[2]).addmm_(h.reshape(-1, h.shape[2]), matrix, alpha=scale)
+    else:
+        base.baddbmm_(h, matrix, alpha=scale)
+
+
 def _t(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.transpose(-1, -2)
 
@@ -75,14 +83,66 @@ class LoraTap(torch.autograd.Function):
         g = grad.reshape(session.records.num_records, -1, grad.shape[-1])
         v = _collect(session, ctx.module, view, g, h, x)
         grad_x = None
-        if ctx.needs_input_grad[1] and view.down is not None and view.up is not None:
-            if view.kind == "tangent" and v is not None and view.core is not None:
-                v = product(v, view.core)
-            elif v is None:
-                v = product(g, view.up)
-            inner = v if view.scaling == 1.0 else v * view.scaling
+        inner = inner_gradient(view, g, v) if ctx.needs_input_grad[1] else None
+        if inner is not None and view.down is not None:
+            inner = inner if view.scaling == 1.0 else inner * view.scaling
             grad_x = product(inner, view.down).view(ctx.x_shape).to(ctx.x_dtype)
         return (grad if ctx.needs_input_grad[0] else None), grad_x, None, None, None, None
+
+
+class FusedLoraTap(torch.autograd.Function):
+    """`LoraTap` with a frozen, unquantised base matrix inside: one node, and both gradients in one buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        module: str,
+        view: LayerView,
+        session: TapSession,
+    ) -> torch.Tensor:
+        """Compute x W^T + b + s (x D^T) U^T; weight is W (out, in), perhaps a transposed view."""
+        view = view.to(x.dtype)
+        rows = session.tokens(module, x)
+        out = torch.nn.functional.linear(rows, weight, bias)
+        h = None if view.down is None else product(rows, _t(view.down))
+        if h is not None and view.up is not None:
+            add_product_(out, h, _t(view.up), view.scaling)
+        probed = h if view.probe is None else product(rows, _t(view.probe))
+        needs_x = view.kind in ("factors", "tangent", "projected")
+        ctx.save_for_backward(probed, rows if needs_x else None, weight)
+        ctx.view, ctx.module, ctx.session, ctx.x_shape = view, module, session, x.shape
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Write the record blocks; return the input's gradient."""
+        view: LayerView = ctx.view
+        session: TapSession = ctx.session
+        h, x, weight = ctx.saved_tensors
+        g = grad.reshape(session.records.num_records, -1, grad.shape[-1])
+        v = _collect(session, ctx.module, view, g, h, x)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(g, weight)
+            if view.down is not None:
+                inner = inner_gradient(view, g, v)
+                if inner is not None:
+                    add_product_(grad_x, inner, view.down, view.scaling)
+            grad_x = grad_x.view(ctx.x_shape)
+        return grad_x, None, None, None, None, None, None
+
+
+def inner_gradient(view: LayerView, g: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor | None:
+    """Return g U, the gradient of h over s, from v = g V where that is known; None without an adapter."""
+    if view.up is None:
+        return None
+    if view.kind == "tangent" and v is not None and view.core is not None:
+        return product(v, view.core)
+    return product(g, view.up) if v is None else v
 
 
 def _collect(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedlora.adapters.session import TapSession
-from fedlora.adapters.tap_functions import AffineTap, LinearTap, LookupTap, LoraTap
+from fedlora.adapters.tap_functions import AffineTap, FusedLoraTap, LinearTap, LookupTap, LoraTap
 from fedlora.errors import ModelError
 
 _MARK = "_fedlora_tap"
@@ -64,12 +64,19 @@ class Taps:
 
 def tap_lora(taps: Taps, name: str, layer: Any, adapter: str) -> None:
     """Tap a PEFT LoRA layer: its base layer is called as it is, then the view's product is added."""
+    transposed = bool(layer.fan_in_fan_out)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             session = taps.session
             if session is None or name not in session.views:
                 return original(x, *args, **kwargs)
+            if not args and not kwargs and fusible(layer.base_layer, layer.lora_dropout[adapter], x):
+                weight = layer.base_layer.weight.t() if transposed else layer.base_layer.weight
+                bias = layer.base_layer.bias
+                return _apply(
+                    FusedLoraTap, x, session.anchor, weight, bias, name, session.views[name], session
+                )
             base = layer.base_layer(x, *args, **kwargs)
             dropped = layer.lora_dropout[adapter](x)
             return _apply(LoraTap, base, dropped, session.anchor, name, session.views[name], session)
@@ -77,6 +84,24 @@ def tap_lora(taps: Taps, name: str, layer: Any, adapter: str) -> None:
         return forward
 
     taps.attach(layer, make)
+
+
+def fusible(base: nn.Module, dropout: nn.Module, x: torch.Tensor) -> bool:
+    """Return whether a base layer is a plain frozen matrix that the tap may multiply with itself.
+
+    Quantised and other special layers, hooks, autocast and dropout take the general way, which calls the layer.
+    """
+    plain = type(base) is nn.Linear or (type(base).__name__ == "Conv1D" and hasattr(base, "nf"))
+    if not plain or not isinstance(dropout, nn.Identity) or "forward" in base.__dict__:
+        return False
+    weight = base.weight
+    return (
+        isinstance(weight, torch.Tensor)
+        and weight.dtype == x.dtype
+        and not weight.requires_grad
+        and not torch.is_autocast_enabled(x.device.type)
+        and not (base._forward_hooks or base._forward_pre_hooks or base._backward_hooks)
+    )
 
 
 def _linear(taps: Taps, name: str, module: nn.Module, transposed: bool) -> None:

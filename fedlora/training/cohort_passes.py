@@ -76,6 +76,8 @@ class PassRunner:
         """Start without a memory limit; the first out-of-memory sets one."""
         self._adapted, self._task = adapted, task
         self._max_records = max_records
+        self.round_records = adapted.device.type == "cuda"
+        """Fill a cohort's pass with idle copies of its last record, so that few shapes occur."""
         self.max_tokens: int | None = None
         """Padded tokens in one pass at most; halved whenever a pass does not fit in memory. Kept between rounds."""
 
@@ -157,6 +159,9 @@ class PassRunner:
     ) -> ClippedSum:
         """Run one forward and backward for some records of some clients."""
         adapted, num_clients = self._adapted, state.values.flat.shape[0]
+        real = len(chunk)
+        if self.round_records and num_clients > 1 and self._max_records is None:
+            chunk = np.concatenate([chunk, np.repeat(chunk[-1], rounded(real) - real)])
         counts = np.bincount(drawn.clients[chunk], minlength=num_clients).tolist()
         records = RecordAxis.of(counts, adapted.device)
         batch = self._task.collate([drawn.records[place] for place in chunk.tolist()])
@@ -175,9 +180,25 @@ class PassRunner:
                 views,
                 extras,
                 records,
-                lambda: self._task.per_record_loss(adapted.model, moved),
+                lambda: only_first(self._task.per_record_loss(adapted.model, moved), real),
             )
         return mechanism.clip(gradients)
+
+
+def rounded(count: int) -> int:
+    """Return the least of few sizes that is >= count, at most an eighth above it (or 7 records).
+
+    A GPU's matrix library plans anew for each shape, and every Poisson draw has another number of records.
+    """
+    step = max(8, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step
+
+
+def only_first(losses: torch.Tensor, count: int) -> torch.Tensor:
+    """Zero the losses of filling records, whose gradients then are exactly zero. SENSITIVE."""
+    if losses.dim() != 1 or losses.shape[0] <= count:
+        return losses
+    return torch.where(torch.arange(losses.shape[0], device=losses.device) < count, losses, 0.0)
 
 
 @contextmanager

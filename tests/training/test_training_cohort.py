@@ -18,7 +18,7 @@ from fedlora.errors import ModelError
 from fedlora.mechanisms import build_mechanism
 from fedlora.mechanisms.noise import OsNoise, SeededNoise
 from fedlora.training.cohort import ClientJob, CohortEngine
-from fedlora.training.cohort_passes import PassRunner
+from fedlora.training.cohort_passes import PassRunner, rounded
 
 ADAM = {"optimizer": {"kind": "adam", "lr": 0.01}, "steps_per_round": 3}
 
@@ -255,3 +255,25 @@ def test_lora_dropout_runs_in_train_mode_and_per_record():
     assert not torch.allclose(first, passes_of(both, payload, [rows]))
     torch.manual_seed(1)
     assert torch.allclose(first, passes_of(both, payload, [rows]))
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+def test_filling_a_pass_to_a_round_size_changes_nothing(family):
+    both, payload = engine(family, dtype=torch.float64)
+    draws = [records(family, (3, 8)), [], records(family, (5, 2, 2))]
+    plain = passes_of(both, payload, draws)
+    both._passes._task.collated.clear()
+    both._passes.round_records = True
+    assert torch.allclose(passes_of(both, payload, draws), plain, rtol=1e-10, atol=1e-13)
+    assert both._passes._task.collated == [8]
+    assert [rounded(n) for n in (1, 8, 9, 130, 257, 1000)] == [8, 8, 16, 144, 288, 1024]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_the_fused_and_the_general_tap_agree(family):
+    both, payload = engine(family, "factor", dtype=torch.float64)
+    draws = [records(family, (3, 8)), records(family, (5, 2, 2))]
+    fused = passes_of(both, payload, draws)
+    for layer in both.adapted.lora_layers.values():
+        layer.base_layer.register_forward_hook(lambda module, args, output: None)
+    assert torch.allclose(passes_of(both, payload, draws), fused, rtol=1e-10, atol=1e-13)
