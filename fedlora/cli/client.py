@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,10 @@ from fedlora.errors import AuthenticationError, DeploymentError, FedLoraError
 from fedlora.names import ENV_TRAINER_SOCKET, ENV_TRAINER_TOKEN
 
 _LOG = logging.getLogger("fedlora.client")
-FLOWER_CONNECTION_FAILED = "Exit Code: 305"
+WEDGED = "SSL/TLS handshake error detected"
+"""After this Flower 1.42's SuperNode may stay alive without ever asking for work again."""
+WEDGED_SECONDS = 5.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 app = typer.Typer(
     help="Start one site's connection to the server.", rich_markup_mode=None, add_completion=False
@@ -222,13 +227,14 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
     pause, reached = 1.0, time.monotonic()
     while True:
         seen: list[str] = []
-        child = _start_node(settings, seen)
+        wedged = threading.Event()
+        child = _start_node(settings, seen, wedged)
         facts = {"superlink": settings.superlink, "key": fingerprint, "node_pid": child.pid}
         state.update(status="running", trainer_socket=str(settings.trainer_socket), **facts)
         audit.write("client started", **facts)
         began = time.monotonic()
         try:
-            if _watch(child, stop, trainer):
+            if _watch(child, stop, trainer, wedged):
                 state.update(status="stopped")
                 audit.write("client stopped")
                 return "stopped"
@@ -252,7 +258,7 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
         pause = min(60.0, pause * 2)
 
 
-def _start_node(settings: ClientSettings, seen: list[str]) -> Child:
+def _start_node(settings: ClientSettings, seen: list[str], wedged: threading.Event) -> Child:
     home = settings.state.resolve() / "flower"
     places = {
         ENV_TRAINER_SOCKET: str(settings.trainer_socket.resolve()),
@@ -260,8 +266,10 @@ def _start_node(settings: ClientSettings, seen: list[str]) -> Child:
     }
 
     def remember(line: str) -> None:
-        seen.append(line)
+        seen.append(_COLOURS.sub("", line))
         del seen[:-200]
+        if WEDGED in line:
+            wedged.set()
 
     port = settings.port if settings.port != 0 else free_port(settings.host)
     child = Child(
@@ -276,8 +284,8 @@ def _start_node(settings: ClientSettings, seen: list[str]) -> Child:
     return child
 
 
-def _watch(child: Child, stop: StopSignals, trainer: Child | None) -> bool:
-    """Wait; return True for an asked stop, False if the SuperNode ended by itself.
+def _watch(child: Child, stop: StopSignals, trainer: Child | None, wedged: threading.Event) -> bool:
+    """Wait; return True for an asked stop, False if the SuperNode ended by itself or must be ended.
 
     Raises:
         DeploymentError: if the trainer that was started along has ended.
@@ -287,6 +295,9 @@ def _watch(child: Child, stop: StopSignals, trainer: Child | None) -> bool:
             return True
         if trainer is not None and trainer.poll() is not None:
             raise DeploymentError(f"trainer: ended with status {trainer.poll()}; see trainer.log")
+        if wedged.is_set() and child.wait(WEDGED_SECONDS) is None:
+            _LOG.warning("the connection broke while it was being made; starting the SuperNode again")
+            return False
     child.wait(5.0)
     return False
 
@@ -297,5 +308,5 @@ def _reason(lines: list[str]) -> tuple[type[FedLoraError] | None, str]:
     for pattern, error, remedy in REFUSALS:
         if pattern in text:
             return error, remedy
-    last = [line for line in lines if "Error" in line or "ERROR" in line or "error" in line]
-    return None, (last[-1].strip()[:200] if last else "no reason given; see supernode.log")
+    last = [line.strip() for line in lines if "rror" in line and "Exit Code" not in line]
+    return None, (last[-1][:200] if last else "no reason given; see supernode.log")

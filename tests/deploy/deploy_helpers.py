@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,9 +166,9 @@ class Federation:
         keyring.new_deployment_key(folder / "keys", name)
         keyring.new_identity_key(folder / "keys" / "identity.pem")
         write_rows(folder / "records.jsonl", 60 + number, number)
-        socket = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
-        socket.mkdir(mode=0o700, exist_ok=True)
-        (folder / "site.yaml").write_text(SITE.format(name=name, socket=socket))
+        place = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
+        place.mkdir(mode=0o700, exist_ok=True)
+        (folder / "site.yaml").write_text(SITE.format(name=name, socket=place))
         return folder
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -187,22 +191,22 @@ class Federation:
         """Start the server."""
         return self.start("server", "server", "run.yaml", *more)
 
-    def start_site(self, name: str) -> subprocess.Popen[bytes]:
-        """Start one site's client together with its trainer."""
+    def start_site(self, name: str, port: int | None = None) -> subprocess.Popen[bytes]:
+        """Start one site's client together with its trainer; `port` may be a proxy's."""
         site = f"{name}/site.yaml"
-        connection = ["--superlink", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt"]
+        connection = ["--superlink", f"127.0.0.1:{port or self.port}", "--ca", "certs/ca.crt"]
         own = ["--key", f"{name}/keys/{name}", "--state", f"{name}/state", "--with-trainer", site]
         return self.start(name, "client", *connection, *own)
 
     def start_halves(self, name: str) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
         """Start one site's trainer and relay as two commands, `NAME-trainer` and `NAME`."""
-        socket = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
+        place = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
         trainer = self.start(f"{name}-trainer", "trainer", f"{name}/site.yaml")
         connection = ["--superlink", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt"]
         own = ["--key", f"{name}/keys/{name}", "--state", f"{name}/state"]
-        place = ["--trainer-socket", str(socket / "s"), "--token", str(socket / "token")]
-        wait_for("the trainer's token", (socket / "token").exists, 180, self)
-        return trainer, self.start(name, "client", *connection, *own, *place)
+        door = ["--trainer-socket", str(place / "s"), "--token", str(place / "token")]
+        wait_for("the trainer's token", (place / "token").exists, 180, self)
+        return trainer, self.start(name, "client", *connection, *own, *door)
 
     def log(self, name: str) -> str:
         """Return the log of one command."""
@@ -247,10 +251,66 @@ class Federation:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 end_all([process.pid, *descendants(process.pid)])
-        for socket in Path("/tmp").glob(f"fl-{os.getpid()}-{self.port}-*"):
-            for file in socket.iterdir():
+        for place in Path("/tmp").glob(f"fl-{os.getpid()}-{self.port}-*"):
+            for file in place.iterdir():
                 file.unlink()
-            socket.rmdir()
+            place.rmdir()
+
+
+class Wire:
+    """A TCP proxy in user space whose wire can be cut and mended; TLS passes through untouched."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._cut = threading.Event()
+        self._pairs: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Drop every connection and let no new one through."""
+        self._cut.set()
+        for stream in self._pairs:
+            with contextlib.suppress(OSError):
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                stream.shutdown(socket.SHUT_RDWR)
+        self._pairs.clear()
+
+    def mend(self) -> None:
+        """Let connections through again."""
+        self._cut.clear()
+
+    def close(self) -> None:
+        """Stop for good."""
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                if self._cut.is_set():
+                    raise OSError("cut")
+                far = socket.create_connection(("127.0.0.1", self._target), timeout=10)
+            except OSError:
+                near.close()
+                continue
+            far.settimeout(None)
+            self._pairs += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (data := source.recv(65536)) and not self._cut.is_set():
+                sink.sendall(data)
+        for stream in (source, sink):
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
 
 
 def wait_for(what: str, condition: Any, seconds: float, federation: Federation | None = None) -> Any:

@@ -15,10 +15,11 @@ from deploy_helpers import Federation, wait_for
 from dp_accounting import pld
 
 from fedlora.cli import keyring
+from fedlora.config import load_config
 from fedlora.errors import AuthenticationError
 from fedlora.ledger import Account, load_secret, open_ledger
 
-SIGMA, RATE, STEPS, DELTA = 1.0, 8 / 64, 2, 1e-4
+SIGMA, RATE, STEPS, DELTA = 1.25, 8 / 64, 2, 1e-4
 
 
 def true_epsilon(steps: int) -> float:
@@ -41,7 +42,7 @@ def spent(federation: Federation, site: str) -> tuple[float, list[tuple[int, str
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     made = Federation(tmp_path_factory.mktemp("federation"), rounds=2, timeout=75.0).make()
-    made.start_server()
+    made.start_server(f"privacy.noise_multiplier={SIGMA}")
     for site in made.sites:
         made.start_site(site)
     try:
@@ -121,6 +122,19 @@ def test_the_other_clients_ledgers_are_right(finished: Federation) -> None:
         assert rounds == [(1, "committed", STEPS), (2, "committed", STEPS)]
         assert epsilon == pytest.approx(true_epsilon(2 * STEPS), rel=0.02)
         assert epsilon >= true_epsilon(2 * STEPS) * (1 - 1e-3)
+
+
+def test_h38_an_override_reaches_the_server_and_every_client(finished: Federation) -> None:
+    written = load_config(finished.run_folder() / "config.yaml")
+    assert written.privacy.noise_multiplier == SIGMA
+    assert load_config(finished.root / "run.yaml").privacy.noise_multiplier == 1.0
+    for site in ("site-a", "site-b"):
+        secret = load_secret(finished.root / site / "keys" / "ledger.secret")
+        with open_ledger(finished.root / site / "ledger.db", secret=secret, read_only=True) as ledger:
+            rows = ledger.rounds(Account(site, "words-2026"))
+        events = {json.dumps(json.loads(row.event_json), sort_keys=True) for row in rows}
+        assert len(events) == 1
+        assert '"noise_multiplier": 1.25' in events.pop()
 
 
 def test_h13_the_killed_clients_spend_is_never_below_the_truth(finished: Federation) -> None:

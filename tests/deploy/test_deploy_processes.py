@@ -1,0 +1,147 @@
+"""Child processes: started, watched, restarted when wedged, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fedlora.cli import client as relay
+from fedlora.cli.files import require_private, write_file
+from fedlora.cli.processes import (
+    Child,
+    StopSignals,
+    child_environment,
+    descendants,
+    free_port,
+    port_is_free,
+    script,
+)
+from fedlora.cli.serving_files import ended_with, last_line, read_json
+from fedlora.cli.state import AuditLog, StateFile, read_state
+from fedlora.errors import BudgetExceededError, ConfigError, DeploymentError
+
+
+def child(tmp_path: Path, code: str, lines: list[str] | None = None) -> Child:
+    made = Child(
+        "test",
+        [sys.executable, "-c", code],
+        environment=child_environment({"X": "1"}, tmp_path / "home"),
+        folder=tmp_path / "empty",
+        log=tmp_path / "log",
+        on_line=None if lines is None else lines.append,
+    )
+    made.start()
+    return made
+
+
+def test_output_goes_to_the_log_and_to_the_callback(tmp_path: Path) -> None:
+    lines: list[str] = []
+    made = child(
+        tmp_path, "import os; print(os.getcwd()); print(os.environ['FLWR_TELEMETRY_ENABLED'])", lines
+    )
+    assert made.wait(20) == 0
+    assert lines == [str((tmp_path / "empty").resolve()), "0"]
+    assert (tmp_path / "log").read_text().splitlines() == lines
+
+
+def test_stopping_ends_the_whole_family_even_one_that_ignores_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True);"
+        "print('up', flush=True); time.sleep(600)"
+    )
+    lines: list[str] = []
+    made = child(tmp_path, code, lines)
+    deadline = time.monotonic() + 30
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.05)
+    family = [made.pid, *descendants(made.pid or 0)]
+    assert len(family) == 2
+    made.stop(seconds=0.5)
+    for pid in family:
+        assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_a_wedged_supernode_is_ended_and_a_healthy_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "WEDGED_SECONDS", 0.2)
+    made = child(tmp_path, "import time; time.sleep(600)")
+    stop, wedged = StopSignals(), threading.Event()
+    timer = threading.Timer(1.5, stop.event.set)
+    timer.start()
+    assert relay._watch(made, stop, None, wedged) is True
+    stop.event.clear()
+    wedged.set()
+    assert relay._watch(made, stop, None, wedged) is False
+    made.stop(seconds=1.0)
+    assert relay._watch(made, stop, None, threading.Event()) is False
+
+
+def test_the_environment_is_quiet_and_trusts_no_proxy_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    monkeypatch.setenv("FLWR_OIDC_ENABLED", "1")
+    found = child_environment({}, tmp_path)
+    assert "FORWARDED_ALLOW_IPS" not in found
+    assert "FLWR_OIDC_ENABLED" not in found
+    assert found["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert "127.0.0.1" in found["NO_PROXY"]
+
+
+def test_a_missing_program_is_named() -> None:
+    with pytest.raises(DeploymentError, match="flower-nothing"):
+        script("flower-nothing")
+    port = free_port()
+    assert port_is_free("127.0.0.1", port)
+
+
+def test_state_and_audit_files(tmp_path: Path) -> None:
+    state = StateFile(tmp_path, "server")
+    state.update(status="running", round=3)
+    found = read_state(tmp_path)
+    assert found is not None
+    assert (found["alive"], found["round"], found["pid"]) == (True, 3, os.getpid())
+    assert read_state(tmp_path / "none") is None
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    audit.write("round", round=1)
+    audit.write("round", round=2)
+    audit.close()
+    entries = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [entry["round"] for entry in entries] == [1, 2]
+    assert (tmp_path / "audit.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_small_files_are_written_in_one_step_and_never_overwritten_by_mistake(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a" / "b", b"one")
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(DeploymentError, match="exists already"):
+        write_file(path, b"two")
+    assert path.read_bytes() == b"one"
+    write_file(path, b"two", replace=True)
+    assert path.read_bytes() == b"two"
+    path.chmod(0o640)
+    with pytest.raises(DeploymentError, match="chmod 600"):
+        require_private(path, "key")
+    assert [entry.name for entry in path.parent.iterdir()] == ["b"]
+
+
+def test_damaged_run_files_are_read_as_nothing(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"round": 1}\n{"round": 2}\n{"rou')
+    assert last_line(tmp_path / "m") == {}
+    (tmp_path / "m").write_text('{"round": 1}\n{"round": 2}\n')
+    assert last_line(tmp_path / "m") == {"round": 2}
+    assert read_json(tmp_path / "none") == {}
+
+
+def test_an_error_of_the_servers_process_keeps_its_exit_code() -> None:
+    error = ended_with(BudgetExceededError, "all clients refused")
+    assert (error.exit_code, str(error)) == (25, "all clients refused")
+    assert ended_with(ConfigError, "x").exit_code == 10
