@@ -153,6 +153,11 @@ class Journal:
             self._floor = known[:2]
         with self.store.read() as connection:
             state = self.sync(connection)
+        if known is None and lost == "" and self._anchor is not None and state.seq > 1:
+            known = self._anchor.read()  # another process may just have begun this ledger
+            if known is not None:
+                self._floor, self._state = known[:2], None
+                state = self.refresh()
         if known is not None and known[2] != state.ledger_id:
             raise integrity_error(1, "belongs to another ledger than the anchor beside it")
         if state.seq == 0:

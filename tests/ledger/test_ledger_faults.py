@@ -622,3 +622,26 @@ def test_a_lost_write_ahead_log_is_detected(tmp_path: Path) -> None:
     Path(f"{path}-wal").unlink()
     with pytest.raises(LedgerIntegrityError):
         open_ledger(path, secret=SECRET)
+
+
+def test_many_processes_begin_one_ledger_together(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    children = []
+    for index in range(4):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with open_ledger(path, secret=SECRET) as ledger:
+                    for number in range(3):
+                        spend(ledger, number, run_id=f"run-{index}")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    with open_ledger(path, secret=SECRET) as ledger:
+        ledger.verify()
+        assert ledger.report(SITE).num_events == 4 * 3 * 4

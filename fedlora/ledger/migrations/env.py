@@ -6,9 +6,12 @@ from alembic import context
 
 from fedlora.ledger.schema import metadata
 
-context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=metadata,
-    transaction_per_migration=False,
-)
-context.run_migrations()
+_config = getattr(context, "config", None)  # None when this module is imported outside of Alembic
+
+if _config is not None:
+    context.configure(
+        connection=_config.attributes["connection"],
+        target_metadata=metadata,
+        transaction_per_migration=False,
+    )
+    context.run_migrations()
