@@ -41,6 +41,9 @@ def reduce_payloads(
         except WireError as error:
             bad[client] = f"{type(error).__name__}: {error}"
             continue
+        if updates[client].notes.get("num_examples") == 0:
+            bad[client] = f"client {client!r} has no examples; its update is skipped"
+            continue
         total.add(updates[client].blocks)
         used.append(client)
     if not used:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fedlora.aggregation import reduce_payloads
-from fedlora.config.schema import ClientPrivacy, RecordPrivacy
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.errors import AccountingError, DuplicateRoundError, FedLoraError
 from fedlora.ledger.types import Refusal
 from fedlora.training.charging import Standing
@@ -52,6 +52,17 @@ def checked_update(bench: Workbench, client: str, steps: int, update: Any) -> Cl
         None if isinstance(privacy, ClientPrivacy) else bench.event.to_json()
     )  # there the release is the server's
     return ClientReply(client, "ok", update.payload, event, update.steps)
+
+
+def with_examples(reply: ClientReply, config: FedLoraConfig, count: int) -> ClientReply:
+    """Note the number of a client's records on its update: without any privacy only, where counts are no secret.
+
+    Weights by examples need it, and a client without records is then skipped by name.
+    """
+    if not isinstance(config.privacy, NoPrivacy) or reply.payload is None:
+        return reply
+    notes = {**reply.payload.notes, "num_examples": count}
+    return replace(reply, payload=replace(reply.payload, notes=notes))
 
 
 def stamped(

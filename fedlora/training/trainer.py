@@ -39,6 +39,7 @@ from fedlora.training.answers import (
     refused,
     same_answer,
     stamped,
+    with_examples,
 )
 from fedlora.training.charging import BudgetKeeper, Standing, charges, plan_round
 from fedlora.training.drawing import make_job
@@ -314,7 +315,8 @@ class Trainer:
             if isinstance(result, ClientReply):
                 fresh[client] = result
                 continue
-            fresh[client] = reply = checked_update(session.bench, client, answer.steps, result)
+            reply = checked_update(session.bench, client, answer.steps, result)
+            fresh[client] = reply = with_examples(reply, session.bench.config, len(answer.records))
             if keeps_slots(session.bench.mechanism) and result is not None:
                 self._slots.save(client, request.server_round, result.slots)
             if answer.reservation is not None:

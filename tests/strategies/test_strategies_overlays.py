@@ -88,3 +88,24 @@ def test_client_level_privacy_end_to_end_and_the_ledger_equals_a_recomputation(h
     assert result.status == "finished"
     expected = epsilon_of(GaussianEvent(1.0).times(2), 1e-4).epsilon
     assert result.epsilon == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["equal", "num_examples"])
+def test_h07_clients_without_records_are_skipped_by_name_end_to_end(helpers, tmp_path, weights):
+    from fedlora.config import config_from_container
+    from fedlora.simulation.run import simulate
+
+    tools, world = helpers
+    raw = tools.container(world, tmp_path / "runs")
+    raw["privacy"] = {"unit": "none"}
+    raw["federation"] |= {
+        "rounds": 1,
+        "min_replies": 1,
+        "aggregation": {"kind": "mean_b", "weights": weights},
+    }
+    raw["data"]["partition"] = {"kind": "quantity", "clients": 4, "alpha": 0.02}
+    result = simulate(config_from_container(raw), in_process=True)
+    line = tools.metric_lines(result.folder)[-1]
+    assert result.status == "finished"
+    assert line["accepted"] + len(line["failed"]) == 4
+    assert all("no examples" in reason for reason in line["failed"].values())
