@@ -84,15 +84,18 @@ def loss_range(sigma: float, rate: float, adjacency: Adjacency) -> float:
     )
 
 
-def choose_interval(widest: float, epsilon: float) -> float:
+def choose_interval(widest: float, epsilon: float, count: int = 1) -> float:
     """Return the discretisation: 1e-4, finer for small epsilons, coarser where the grid would not fit.
 
     Args:
       widest: largest width of a single step's privacy loss.
       epsilon: a rough upper bound on the answer.
+      count: number of steps; each adds a variance of up to interval^2 / 4, which must stay small beside epsilon^2.
     """
     epsilon = min(epsilon, 1.0e9)
     wanted = min(1.0e-4, max(epsilon, 1e-6) / 2000.0) if epsilon < 20.0 else epsilon / 2.0e5
+    if epsilon < 20.0:
+        wanted = min(wanted, max(epsilon / 5.0e5, epsilon * math.sqrt(4.0e-5 / count)))
     return nice(max(wanted, widest / 3.0e5))
 
 
@@ -141,7 +144,9 @@ def _composed(
     return total
 
 
-def _plan(parts: Parts, adjacency: Adjacency, rough: float) -> tuple[Any, float, float] | None:
+def _plan(
+    parts: Parts, adjacency: Adjacency, rough: float, delta: float = 1.0e-6
+) -> tuple[Any, float, float] | None:
     split = gaussian_parts(parts)
     if split is None or not math.isfinite(split[0]) or math.isnan(rough):
         return None
@@ -151,7 +156,9 @@ def _plan(parts: Parts, adjacency: Adjacency, rough: float) -> tuple[Any, float,
     if not steps:
         return None
     widths = [loss_range(sigma, rate, adjacency) for sigma, rate, _ in steps]
-    interval = choose_interval(max(widths), rough)
+    # below 1e-10 the rounding of many small masses weighs more than the discretisation
+    total = sum(count for _, _, count in steps) if delta >= 1.0e-10 else 1
+    interval = choose_interval(max(widths), rough, total)
     rounding = sum(
         4.0e-16 * count * (width / interval) ** 1.5
         for width, (_, _, count) in zip(widths, steps, strict=True)
@@ -175,7 +182,7 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
         return None
     best = math.inf
     for _ in range(4):
-        plan = _plan(parts, adjacency, min(rough, best))
+        plan = _plan(parts, adjacency, min(rough, best), delta)
         if plan is None:
             return None
         (full, sampled), interval, rounding = plan
@@ -183,7 +190,10 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
         guess = min(rough, best)
         if not math.isnan(value):
             best = min(best, max(0.0, value) + rounding)
-        if not best < guess / 2.0 or choose_interval_changed(plan, _plan(parts, adjacency, best)) is False:
+        if (
+            not best < guess / 2.0
+            or choose_interval_changed(plan, _plan(parts, adjacency, best, delta)) is False
+        ):
             break
     return None if math.isinf(best) else best
 
@@ -213,7 +223,7 @@ def choose_interval_changed(before: tuple[Any, float, float], after: tuple[Any, 
 
 def epsilon_lower(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> float | None:
     """Return the optimistic counterpart of `epsilon`: a lower bound, for checking other tools."""
-    plan = _plan(parts, adjacency, rough)
+    plan = _plan(parts, adjacency, rough, delta)
     if plan is None or delta < SMALLEST_DELTA:
         return None
     (full, sampled), interval, rounding = plan
