@@ -28,6 +28,8 @@ from fedlora.names import ENV_ROSTER
 
 _LOG = logging.getLogger("fedlora.server")
 START_SECONDS = 60.0
+RAISED = "ServerApp failed with exception:"
+"""Flower's words for an exception; before the first round it would only come again."""
 ROSTER_FILE = "roster.json"
 """Node id to the clients that it may answer for; the ServerApp reads it."""
 ANY_HOSTS = ("0.0.0.0", "::", "127.0.0.1", "::1")  # noqa: S104 - the server is meant to be reached
@@ -329,6 +331,11 @@ class ServerRole:
             self._audit.write("run failed", run=self.run_id, error=name)
             raise ended_with(
                 known, f"run {self.run_id} failed: {summary.get('message') or name}; see superlink.log"
+            )
+        if RAISED in state.details and not (self.run_folder / "metrics.jsonl").exists():
+            self._audit.write("run failed", run=self.run_id, error=state.details[:500])
+            raise DeploymentError(
+                f"run {self.run_id} could not start: {state.details.partition(RAISED)[2].strip()[:500]}"
             )
         self._again(f"ServerApp ended ({state.sub_status} {state.details})")
         return None

@@ -82,7 +82,9 @@ def _yaml_problem(error: yaml.YAMLError, name: str, text: str) -> Problem:
     lines = text.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
     hint = "; quote ??? and ${...} inside braces" if "???" in line or "${" in line else ""
-    return Problem(name, f"not valid YAML: {reason}{hint}", f"{name}:{mark.line + 1}" if mark is not None else "")
+    return Problem(
+        name, f"not valid YAML: {reason}{hint}", f"{name}:{mark.line + 1}" if mark is not None else ""
+    )
 
 
 def _walk_marks(node: yaml.Node, path: Path, lines: dict[Path, int], name: str) -> Iterator[Problem]:

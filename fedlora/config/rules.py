@@ -291,6 +291,14 @@ def public_eval_choice(v: View) -> Iterator[Problem]:
         yield Problem("data.public_eval", text)
 
 
+def label_count(v: View) -> Iterator[Problem]:
+    """The number of labels must be that of the names."""
+    names, count = v("data.labels"), v.number("model.num_labels")
+    if isinstance(names, list | tuple) and count is not None and count != len(names):
+        text = f"is {count:.0f}, but data.labels names {len(names)}; leave one of the two out"
+        yield Problem("model.num_labels", text)
+
+
 def quantization_package(v: View) -> Iterator[Problem]:
     """A quantised base needs its package, and says so before anything is loaded."""
     kind = v("model.quantization")
@@ -316,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     federation_sizes,
     aggregation_keys,
     public_eval_choice,
+    label_count,
     quantization_package,
 )
 

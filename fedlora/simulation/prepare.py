@@ -90,6 +90,7 @@ def complete(config: FedLoraConfig) -> Prepared:
         ModelError: if the base model cannot be loaded.
         PrivacyParameterError: if the privacy target cannot be reached.
     """
+    config = with_labels(config, config.data.labels)
     parts = load_parts(config)
     config = with_group_weights(config, parts)
     config = derive_noise(config, lambda asked: step_event(asked, parts.adapted.layout))

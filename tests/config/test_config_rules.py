@@ -177,6 +177,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "data.public_eval",
         "exactly one",
     ),
+    "labels that do not add up": (
+        {"model__num_labels": 3, "data__labels": ["a", "b"]},
+        "model.num_labels",
+        "names 2",
+    ),
     "server optimiser on a growing stack": (
         {
             "mechanism": {"kind": "factor"},
