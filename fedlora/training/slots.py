@@ -1,24 +1,25 @@
 """Optimiser state that a client keeps between rounds; a function of noised updates only.
 
 Kept only where the coordinates stay the same from round to round (a common frozen lora_A): moments of one
-round's frames or factors mean nothing in the next round's. On disk, two generations per client are kept,
-so that a run that goes on from a checkpoint finds the state as of that checkpoint.
+round's frames or factors mean nothing in the next round's. On disk, the last two generations of each client
+are kept, so that a run that goes on from a checkpoint finds the state as of that checkpoint. A file
+that was cut by a crash belongs to a round after the last checkpoint and is never read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from fedlora.mechanisms.base import Mechanism
 
 Slots = Mapping[str, torch.Tensor]
 _KEEP = 2
+_SUFFIX = ".safetensors"
 
 
 def keeps_slots(mechanism: Mechanism) -> bool:
@@ -34,11 +35,15 @@ class SlotStore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Start with what the folder holds."""
+        """Index what the folder holds."""
         self._folder = folder
         self._memory: dict[str, tuple[int, Slots]] = {}
+        self._rounds: dict[str, list[int]] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob(f"*{_SUFFIX}")):
+                stem, number = path.name.split(".")[:2]
+                self._rounds.setdefault(stem, []).append(int(number))
 
     def load(self, client: str, server_round: int) -> Slots | None:
         """Return the state that the client had before a round, or None if it has none."""
@@ -47,8 +52,9 @@ class SlotStore:
             return known[1]
         if self._folder is None:
             return None
-        earlier = [path for path in self._files(client) if _round_of(path) < server_round]
-        return load_file(earlier[-1]) if earlier else None
+        stem = _stem(client)
+        earlier = [number for number in self._rounds.get(stem, ()) if number < server_round]
+        return load_file(self._path(self._folder, stem, max(earlier))) if earlier else None
 
     def forget(self) -> None:
         """Drop what is in memory (another run begins); files stay."""
@@ -61,22 +67,18 @@ class SlotStore:
         self._memory[client] = (server_round, slots)
         if self._folder is None:
             return
-        path = self._folder / f"{_stem(client)}.{server_round:06d}.safetensors"
-        part = path.with_suffix(".part")
-        save_file({name: value.contiguous().clone() for name, value in slots.items()}, part)
-        os.replace(part, path)
-        for old in self._files(client)[:-_KEEP]:
-            old.unlink(missing_ok=True)
+        stem = _stem(client)
+        data = save({name: value.contiguous() for name, value in slots.items()})
+        self._path(self._folder, stem, server_round).write_bytes(data)
+        rounds = sorted({*self._rounds.get(stem, ()), server_round})
+        for old in rounds[:-_KEEP]:
+            self._path(self._folder, stem, old).unlink(missing_ok=True)
+        self._rounds[stem] = rounds[-_KEEP:]
 
-    def _files(self, client: str) -> list[Path]:
-        if self._folder is None:
-            return []
-        return sorted(self._folder.glob(f"{_stem(client)}.*.safetensors"))
+    @staticmethod
+    def _path(folder: Path, stem: str, server_round: int) -> Path:
+        return folder / f"{stem}.{server_round:06d}{_SUFFIX}"
 
 
 def _stem(client: str) -> str:
     return hashlib.sha256(client.encode()).hexdigest()[:32]
-
-
-def _round_of(path: Path) -> int:
-    return int(path.name.split(".")[1])
