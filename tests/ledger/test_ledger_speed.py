@@ -58,13 +58,13 @@ def process_seconds(*arguments: str) -> float:
 def show_is_fast(path: Path) -> None:
     """Check `fedlora budget show` against 2 s, scaled by how slow the imports are on a busy machine.
 
-    Python and the accounting libraries take 1.2 s of CPU on an idle core of the machine where the
-    documented figures were taken; what the command does beyond them must fit into the rest.
+    Python and the accounting libraries take about 1.3 s of CPU at a load of 1 on the machine of the
+    documented figures; what the command does beyond them must fit into the rest.
     """
     imports = process_seconds("-c", "import dp_accounting.pld, fedlora.ledger, fedlora.cli.budget")
     shown = process_seconds("-m", "fedlora.cli.main", "budget", "show", str(path), "--json")
     sys.stderr.write(f"show: {shown:.2f} s CPU, of which imports {imports:.2f} s\n")
-    assert shown < 2.0 * max(1.0, imports / 1.2)
+    assert shown < 2.0 * max(1.0, imports / 1.3)
 
 
 def test_a_cohort_costs_less_than_a_fifth_of_a_millisecond_each(tmp_path: Path) -> None:
@@ -72,6 +72,7 @@ def test_a_cohort_costs_less_than_a_fifth_of_a_millisecond_each(tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_ten_thousand_clients_and_a_hundred_rounds(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     assert simulate(path, 10_000, 100, [PoissonGaussianEvent(2.0, 0.05)]) < 0.2
