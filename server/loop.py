@@ -223,7 +223,7 @@ class RoundLoop:
             residual=None if result is None else result.residual,
             metrics=metrics,
             seconds=seconds,
-            bytes_up=0 if result is None else result.uplink_bytes,
+            bytes_up=record.wire_bytes_up,
             bytes_down=sent_bytes * len({*record.asked}),
             adapter=payload_fingerprint(self._strategy.payload),
         )
