@@ -7,12 +7,11 @@ import html
 import io
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedlora.simulation.sweep import TrialResult
 
-Scale = Callable[[float], float]
 _COLOURS = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#2c3e50")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640.0, 400.0, 64.0, 48.0, 20.0, 160.0
 
@@ -72,9 +71,10 @@ def table_text(results: Sequence[TrialResult], metric: str, larger_is_better: bo
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    for one in results:
-        if one.status in ("failed", "budget-exhausted"):
-            lines.append(f"{one.status}: {' '.join(one.overrides)} seed {one.seed} {one.error}".rstrip())
+    for trial in results:
+        if trial.status in ("failed", "budget-exhausted"):
+            changed = " ".join(trial.overrides)
+            lines.append(f"{trial.status}: {changed} seed {trial.seed} {trial.error}".rstrip())
     return "\n".join(lines)
 
 
@@ -100,50 +100,46 @@ def table_csv(results: Sequence[TrialResult]) -> str:
     return stream.getvalue()
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """Ranges of the plot and where a value lies on it."""
+
+    low: float
+    high: float
+    far: float
+
+    @classmethod
+    def around(cls, shown: Sequence[Point]) -> _Axes:
+        """Leave a margin around all points and their spread."""
+        low = min(one.mean - one.spread for one in shown)
+        high = max(one.mean + one.spread for one in shown)
+        pad = 0.05 * (high - low) or 0.05
+        far = max((one.epsilon or 0.0) for one in shown) * 1.05
+        return cls(low - pad, high + pad, far if far > 0 else 1.0)
+
+    def x(self, epsilon: float) -> float:
+        """Return the horizontal place of an epsilon."""
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * epsilon / self.far
+
+    def y(self, value: float) -> float:
+        """Return the vertical place of a metric's value."""
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (value - self.low) / (self.high - self.low)
+
+
 def plot_svg(results: Sequence[TrialResult], metric: str) -> str:
     """Draw the metric against epsilon, one line per mechanism, with the seeds' spread as bars."""
-    private = [
-        one for one in points(results, metric) if one.epsilon is not None and math.isfinite(one.epsilon)
-    ]
-    free = [one for one in points(results, metric) if one.epsilon is None]
-    shown = [*private, *free]
+    shown = [one for one in points(results, metric) if one.epsilon is None or math.isfinite(one.epsilon)]
     if not shown:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="320" height="40"><text y="24">no results</text></svg>'
-    low = min(one.mean - one.spread for one in shown)
-    high = max(one.mean + one.spread for one in shown)
-    pad = 0.05 * (high - low) or 0.05
-    low, high = low - pad, high + pad
-    far = max((one.epsilon or 0.0) for one in private) * 1.05 if private else 1.0
-
-    def x_of(epsilon: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * epsilon / far
-
-    def y_of(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (value - low) / (high - low)
-
-    parts = [_frame(metric, low, high, far, x_of, y_of)]
-    mechanisms = list(dict.fromkeys(one.mechanism for one in shown))
-    for number, mechanism in enumerate(mechanisms):
+    axes = _Axes.around(shown)
+    parts = [_frame(metric, axes)]
+    for number, mechanism in enumerate(dict.fromkeys(one.mechanism for one in shown)):
         colour = _COLOURS[number % len(_COLOURS)]
-        own = sorted(
-            (one for one in private if one.mechanism == mechanism), key=lambda one: one.epsilon or 0.0
-        )
-        path = " ".join(f"{x_of(one.epsilon or 0.0):.1f},{y_of(one.mean):.1f}" for one in own)
-        if len(own) > 1:
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        for one in own:
-            x = x_of(one.epsilon or 0.0)
-            top, end = y_of(one.mean + one.spread), y_of(one.mean - one.spread)
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{end:.1f}" stroke="{colour}"/>')
-            parts.append(f'<circle cx="{x:.1f}" cy="{y_of(one.mean):.1f}" r="3.5" fill="{colour}"/>')
-        for one in (each for each in free if each.mechanism == mechanism):
-            y = y_of(one.mean)
-            parts.append(
-                f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}" '
-                'stroke-dasharray="5 4"/>'
-            )
+        own = [one for one in shown if one.mechanism == mechanism]
+        parts += _curve([one for one in own if one.epsilon is not None], axes, colour)
+        parts += _levels([one for one in own if one.epsilon is None], axes, colour)
         y = _TOP + 18 * number + 10
-        note = "" if own else " (no privacy)"
+        note = "" if any(one.epsilon is not None for one in own) else " (no privacy)"
         parts.append(f'<circle cx="{_WIDTH - _RIGHT + 16}" cy="{y - 4}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{_WIDTH - _RIGHT + 26}" y="{y}">{html.escape(mechanism + note)}</text>')
     return (
@@ -152,18 +148,42 @@ def plot_svg(results: Sequence[TrialResult], metric: str) -> str:
     )
 
 
-def _frame(metric: str, low: float, high: float, far: float, x_of: Scale, y_of: Scale) -> str:
+def _curve(own: Sequence[Point], axes: _Axes, colour: str) -> list[str]:
+    parts = []
+    ordered = sorted(own, key=lambda one: one.epsilon or 0.0)
+    path = " ".join(f"{axes.x(one.epsilon or 0.0):.1f},{axes.y(one.mean):.1f}" for one in ordered)
+    if len(ordered) > 1:
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    for one in ordered:
+        x = axes.x(one.epsilon or 0.0)
+        top, end = axes.y(one.mean + one.spread), axes.y(one.mean - one.spread)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{end:.1f}" stroke="{colour}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{axes.y(one.mean):.1f}" r="3.5" fill="{colour}"/>')
+    return parts
+
+
+def _levels(own: Sequence[Point], axes: _Axes, colour: str) -> list[str]:
+    return [
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{axes.y(one.mean):.1f}" y2="{axes.y(one.mean):.1f}" '
+        f'stroke="{colour}" stroke-dasharray="5 4"/>'
+        for one in own
+    ]
+
+
+def _frame(metric: str, axes: _Axes) -> str:
     parts = [
         f'<rect width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" fill="white"/>',
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{_HEIGHT - _BOTTOM}" y2="{_HEIGHT - _BOTTOM}" stroke="black"/>',
         f'<line x1="{_LEFT}" x2="{_LEFT}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" stroke="black"/>',
     ]
     for step in range(5):
-        value = low + (high - low) * step / 4
-        parts.append(f'<text x="{_LEFT - 6}" y="{y_of(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>')
-        epsilon = far * step / 4
+        value = axes.low + (axes.high - axes.low) * step / 4
         parts.append(
-            f'<text x="{x_of(epsilon):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{epsilon:.2g}</text>'
+            f'<text x="{_LEFT - 6}" y="{axes.y(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>'
+        )
+        epsilon = axes.far * step / 4
+        parts.append(
+            f'<text x="{axes.x(epsilon):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{epsilon:.2g}</text>'
         )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 10}" text-anchor="middle">epsilon</text>')
