@@ -12,7 +12,7 @@ from deploy_helpers import Federation, Wire, wait_for
 from fedlora.ledger import Account, load_secret, open_ledger
 
 pytestmark = pytest.mark.long
-ROUNDS = 4
+ROUNDS = 7
 
 
 def audited(federation: Federation, site: str) -> list[int]:
@@ -26,7 +26,7 @@ def audited(federation: Federation, site: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    """Site-a is cut off right after it has trained round 2, for 20 s, and again when round 3 is on its way."""
+    """Site-a is cut off for 20 s right after it has trained round 2, before its reply is on its way."""
     made = Federation(
         tmp_path_factory.mktemp("cuts"), rounds=ROUNDS, timeout=120.0, sites=("site-a", "site-b"), replies=1
     ).make()
@@ -38,10 +38,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
         wait_for("round 2 trained", lambda: 2 in audited(made, "site-a"), 400, made)
         wire.cut()
         time.sleep(20)
-        wire.mend()
-        wait_for("round 2 over", lambda: len(made.rounds_done()) >= 3, 300, made)
-        wire.cut()
-        time.sleep(5)
         wire.mend()
         server = made.processes["server"]
         wait_for("the run's end", lambda: server.poll() is not None, 500, made)
@@ -56,7 +52,7 @@ def test_h20_the_run_ends_and_the_site_is_back(story: Federation) -> None:
     lines = story.rounds_done()
     assert [line["round"] for line in lines] == list(range(ROUNDS + 1))
     assert all(line["status"] == "ok" for line in lines[1:])
-    assert lines[-1]["accepted"] == 2
+    assert max(line["accepted"] for line in lines[3:]) == 2, lines
 
 
 def test_h20_every_released_round_is_charged_once(story: Federation) -> None:
