@@ -3,7 +3,8 @@
 Usage: OMP_NUM_THREADS=1 python benchmarks/simulation_overhead.py [--clients 100] [--rounds 30]
 
 A two-layer model of width 16 makes everything but the overhead small. All nodes run in this process, so that one
-clock sees all of it; the ledger is on, noise is real. Rounds in which records are encoded for the first time are left out.
+clock sees all of it; the ledger is on, noise is real.
+Rounds in which records are encoded for the first time are left out.
 """
 
 from __future__ import annotations
