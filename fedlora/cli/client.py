@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fedlora.cli.common import JsonOption, emit
-from fedlora.cli.files import read_file, require_private
+from fedlora.cli.files import PUBLIC, read_file, require_private, write_file
 from fedlora.cli.keyring import parse_public
 from fedlora.cli.processes import Child, StopSignals, child_environment, free_port, script
 from fedlora.cli.state import AuditLog, StateFile
@@ -25,6 +25,10 @@ _LOG = logging.getLogger("fedlora.client")
 WEDGED = "SSL/TLS handshake error detected"
 """After this Flower 1.42's SuperNode may stay alive without ever asking for work again."""
 WEDGED_SECONDS = 5.0
+GRACE_SECONDS = 120.0
+"""A node that died is "online" at the server until its heartbeat is overdue; until then its key is refused too."""
+NOT_ACTIVATED = "[code: 2004]"
+ACCEPTED = "Receiving:"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 app = typer.Typer(
@@ -225,6 +229,7 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
     state = StateFile(settings.state, "client")
     audit = AuditLog(settings.state / "audit.jsonl")
     pause, reached = 1.0, time.monotonic()
+    accepted = settings.state / "accepted-key"
     while True:
         seen: list[str] = []
         wedged = threading.Event()
@@ -243,7 +248,13 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
         reason = _reason(seen)
         state.update(status="down", reason=reason[1])
         audit.write("client down", reason=reason[1])
-        if reason[0] is not None:
+        if any(ACCEPTED in line for line in seen):
+            write_file(accepted, fingerprint.encode(), mode=PUBLIC, replace=True)
+            reached = time.monotonic()
+        known = accepted.exists() and accepted.read_text() == fingerprint
+        patient = known and any(NOT_ACTIVATED in line for line in seen)
+        patient = patient and time.monotonic() - reached < GRACE_SECONDS
+        if reason[0] is not None and not patient:
             raise reason[0](f"server {settings.superlink} refused {fingerprint}: {reason[1]}")
         if time.monotonic() - began > 60:
             pause, reached = 1.0, time.monotonic()
