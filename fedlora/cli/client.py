@@ -29,6 +29,7 @@ GRACE_SECONDS = 120.0
 """A node that died is "online" at the server until its heartbeat is overdue; until then its key is refused too."""
 NOT_ACTIVATED = "[code: 2004]"
 ACCEPTED = "Receiving:"
+ACCEPTED_FILE = "accepted-key"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 app = typer.Typer(
@@ -229,11 +230,11 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
     state = StateFile(settings.state, "client")
     audit = AuditLog(settings.state / "audit.jsonl")
     pause, reached = 1.0, time.monotonic()
-    accepted = settings.state / "accepted-key"
+    accepted = settings.state / ACCEPTED_FILE
     while True:
         seen: list[str] = []
         wedged = threading.Event()
-        child = _start_node(settings, seen, wedged)
+        child = _start_node(settings, fingerprint, seen, wedged)
         facts = {"superlink": settings.superlink, "key": fingerprint, "node_pid": child.pid}
         state.update(status="running", trainer_socket=str(settings.trainer_socket), **facts)
         audit.write("client started", **facts)
@@ -249,7 +250,6 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
         state.update(status="down", reason=reason[1])
         audit.write("client down", reason=reason[1])
         if any(ACCEPTED in line for line in seen):
-            write_file(accepted, fingerprint.encode(), mode=PUBLIC, replace=True)
             reached = time.monotonic()
         known = accepted.exists() and accepted.read_text() == fingerprint
         patient = known and any(NOT_ACTIVATED in line for line in seen)
@@ -266,10 +266,13 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
         if stop.wait(pause):
             state.update(status="stopped")
             return "stopped"
-        pause = min(60.0, pause * 2)
+        pause = min(15.0 if patient else 60.0, pause * 2)
 
 
-def _start_node(settings: ClientSettings, seen: list[str], wedged: threading.Event) -> Child:
+def _start_node(
+    settings: ClientSettings, fingerprint: str, seen: list[str], wedged: threading.Event
+) -> Child:
+    accepted = settings.state / ACCEPTED_FILE
     home = settings.state.resolve() / "flower"
     places = {
         ENV_TRAINER_SOCKET: str(settings.trainer_socket.resolve()),
@@ -281,6 +284,8 @@ def _start_node(settings: ClientSettings, seen: list[str], wedged: threading.Eve
         del seen[:-200]
         if WEDGED in line:
             wedged.set()
+        if ACCEPTED in line and not accepted.exists():
+            write_file(accepted, fingerprint.encode(), mode=PUBLIC, replace=True)
 
     port = settings.port if settings.port != 0 else free_port(settings.host)
     child = Child(
