@@ -41,14 +41,15 @@ def make_job(
     def draw() -> list[Any]:
         return next(batches)
 
-    return ClientJob(client=client, draw=draw, noise=_noise(config, client, request.server_round))
+    return ClientJob(client=client, draw=draw, noise=noise_source(config, client, request.server_round))
 
 
 def _seeded(config: FedLoraConfig) -> bool:
     return not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "seeded-test-only"
 
 
-def _noise(config: FedLoraConfig, client: str, server_round: int) -> NoiseSource:
+def noise_source(config: FedLoraConfig, client: str, server_round: int) -> NoiseSource:
+    """Return a client's noise source: the operating system's, or a repeatable one in runs marked "no privacy"."""
     if _seeded(config):
         return SeededNoise(config.run.seed, client, server_round)
     return OsNoise()
@@ -66,7 +67,11 @@ def _sampler(
         name = hashlib.sha256(f"order|{config.run.seed}|{client}|{server_round}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(int.from_bytes(name[:16], "little")))
         return ShuffleSampler(len(records), training.expected_batch_size, generator)
-    # Without privacy the experiment seed may order the data; with privacy only entropy may.
-    repeatable = _seeded(config) or isinstance(config.privacy, NoPrivacy)
-    coins: CoinSource = SeededCoins(config.run.seed, client, server_round) if repeatable else OsCoins()
+    coins = coin_source(config, client, server_round)
     return PoissonSampler(len(records), training.sample_rate, coins)
+
+
+def coin_source(config: FedLoraConfig, client: str, server_round: int) -> CoinSource:
+    """Return a client's coins: without privacy the experiment seed may order the data; with privacy only entropy may."""
+    repeatable = _seeded(config) or isinstance(config.privacy, NoPrivacy)
+    return SeededCoins(config.run.seed, client, server_round) if repeatable else OsCoins()

@@ -1,7 +1,8 @@
-"""Start-up self-checks: does this very set-up keep records apart, clip, and draw unseeded noise?
+"""Start-up self-checks: does this very set-up keep records apart, clip, draw unseeded noise, and noise empty draws?
 
-They run on public random records, so that nothing private is touched. Audits call them, and a trainer may
-run them before its first round: a model or task that couples records would void the sensitivity bound.
+They run on public random records, so that nothing private is touched. Audits call them, and a trainer runs them
+before its first round: a model or task that couples records would void the sensitivity bound, and no attack on
+releases can see seeded noise.
 """
 
 from __future__ import annotations
@@ -10,20 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
-from fedlora.config.schema import NoPrivacy, RecordPrivacy
+from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.data import Encoded
 from fedlora.errors import SensitivityMismatchError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.mechanisms.stages import ClippedSum
+from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
+from fedlora.training.drawing import coin_source, noise_source
 from fedlora.training.groups import public_records
 from fedlora.training.session import Workbench
 
 _RECORDS: Final = 6
 _TOLERANCE: Final = 1e-3
 """Relative; padding to another length changes float32 sums a little."""
+_LOW_PRECISION_TOLERANCE: Final = 0.1
+"""The same for 16-bit and quantised models; coupled records differ by whole factors."""
+_CLIENT: Final = "self-check"
+
+
+def _tolerance(config: FedLoraConfig) -> float:
+    exact = config.model.dtype == "float32" and config.model.quantization is None
+    return _TOLERANCE if exact else _LOW_PRECISION_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -46,17 +58,17 @@ def check_uncoupled(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
 
     A loss that is normalised over the batch, a batch norm, or a model that mixes rows fails here.
     """
-    task, model = bench.task, bench.adapted.model
-    bench.adapted.load(bench.initial_payload())
-    model.eval()
+    bench.adapted.model.eval()
     with torch.no_grad():
-        together = _losses(task, model, records)
-        alone = torch.cat([_losses(task, model, [one]) for one in records])
-        half = torch.cat([_losses(task, model, records[:2]), _losses(task, model, records[2:])])
+        together = _losses(bench, records)
+        alone = torch.cat([_losses(bench, [one]) for one in records])
+        half = torch.cat([_losses(bench, records[:2]), _losses(bench, records[2:])])
     scale = float(alone.abs().max().clamp(min=1e-6))
     worst = max(float((together - alone).abs().max()), float((together - half).abs().max())) / scale
     return SelfCheck(
-        "per-record loss is uncoupled", worst <= _TOLERANCE, f"largest relative change {worst:.2e}"
+        "per-record loss is uncoupled",
+        worst <= _tolerance(bench.config),
+        f"largest relative change {worst:.2e}",
     )
 
 
@@ -75,7 +87,7 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     worst = max(moves)
     parts = len(set(whole.metric.group_of.values())) if whole.metric.per_layer else 1
     allowed = bound * parts**0.5
-    passed = whole.bound == bound and worst <= allowed * (1 + _TOLERANCE)
+    passed = whole.bound == bound and worst <= allowed * (1 + _tolerance(bench.config))
     return SelfCheck("clip is active", passed, f"largest move {worst:.4g}, bound {allowed:.4g}")
 
 
@@ -96,10 +108,58 @@ def check_noise(source: NoiseSource | None = None) -> SelfCheck:
     )
 
 
+def check_sources(config: FedLoraConfig) -> SelfCheck:
+    """Check that the noise and the coins that clients would get come from the operating system.
+
+    A run that is configured with the seeded test source passes: it is marked "no privacy" everywhere.
+    """
+    if isinstance(config.privacy, NoPrivacy) or config.privacy.noise_source != "os":
+        return SelfCheck("noise is unseeded", True, "repeatable by configuration: this run has no privacy")
+    coins = [coin_source(config, _CLIENT, 1).words(64) for _ in range(2)]
+    fresh = coin_source(config, _CLIENT, 1).private and not np.array_equal(coins[0], coins[1])
+    noise = check_noise(noise_source(config, _CLIENT, 1))
+    again = noise_source(config, _CLIENT, 1).gaussians(64, torch.device("cpu"), torch.float64)
+    once = noise_source(config, _CLIENT, 1).gaussians(64, torch.device("cpu"), torch.float64)
+    passed = noise.passed and fresh and not torch.equal(once, again)
+    return SelfCheck("noise is unseeded", passed, f"{noise.detail}, coins differ {fresh}")
+
+
+def check_empty_draws(bench: Workbench) -> SelfCheck:
+    """Train twice on draws without records: each must be a counted step with noise of its own in every block."""
+    name = "empty draws are noised"
+    if not isinstance(bench.config.privacy, RecordPrivacy):
+        return SelfCheck(name, True, "no record-level privacy configured")
+    first, second = (_train_on_nothing(bench, turn) for turn in (1, 2))
+    bare = [
+        block
+        for block, value in first.payload.blocks.items()
+        if np.array_equal(value, second.payload.blocks[block])
+    ]
+    counted = first.steps == 1 and second.steps == 1
+    return SelfCheck(
+        name, counted and not bare, f"steps counted {counted}, blocks without own noise {len(bare)}"
+    )
+
+
+def _train_on_nothing(bench: Workbench, turn: int) -> ClientUpdate:
+    seeded = getattr(bench.config.privacy, "noise_source", "os") != "os"
+    source = noise_source(bench.config, _CLIENT, turn if seeded else 1)
+    engine = CohortEngine(bench.adapted, bench.mechanism, bench.task, bench.config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        payload = bench.initial_payload()
+        return engine.train(payload, [ClientJob(_CLIENT, lambda: [], source)], 1)[0]
+
+
 def run_selfchecks(bench: Workbench) -> list[SelfCheck]:
     """Run every check on public random records."""
     records = public_records(bench.task, _RECORDS, 24)
-    return [check_uncoupled(bench, records), check_clip(bench, records), check_noise()]
+    return [
+        check_uncoupled(bench, records),
+        check_clip(bench, records),
+        check_sources(bench.config),
+        check_empty_draws(bench),
+    ]
 
 
 def require_selfchecks(bench: Workbench) -> list[SelfCheck]:
@@ -115,8 +175,13 @@ def require_selfchecks(bench: Workbench) -> list[SelfCheck]:
     return checks
 
 
-def _losses(task: Any, model: Any, records: Sequence[Encoded]) -> torch.Tensor:
-    losses: torch.Tensor = task.per_record_loss(model, task.collate(list(records)))
+def _losses(bench: Workbench, records: Sequence[Encoded]) -> torch.Tensor:
+    task, adapted = bench.task, bench.adapted
+    batch: dict[str, Any] = {
+        name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
+        for name, value in task.collate(list(records)).items()
+    }
+    losses: torch.Tensor = task.per_record_loss(adapted.model, batch)
     return losses.detach().to(torch.float64).cpu()
 
 

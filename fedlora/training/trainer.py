@@ -48,6 +48,7 @@ from fedlora.training.port import Hello, Packet, where_it_failed
 from fedlora.training.replies import MemoryReplies, Replies
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.training.secure import SecureDesk, check_withhold, withhold
+from fedlora.training.selfcheck import require_selfchecks
 from fedlora.training.session import (
     Workbench,
     build_workbench,
@@ -208,6 +209,8 @@ class Trainer:
             bench = build_workbench(config)
             self._policy.check_base(bench.base.fingerprint)
             check_claims(bench)
+            if isinstance(config.privacy, RecordPrivacy):
+                require_selfchecks(bench)
             engine = CohortEngine(bench.adapted, bench.mechanism, bench.task, config)
             self._session = Session(bench, engine, config_hash)
         return self._session
