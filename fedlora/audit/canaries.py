@@ -200,7 +200,7 @@ def weights_at(mechanism: Mechanism, positions: Places) -> npt.NDArray[np.float6
 
 
 class _ProjectedBasis:
-    """Rank-one canaries C e_u v^T seen through the step's projection, with a spike in the head where it has its own clip.
+    """Rank-one canaries C e_u v^T seen through the step's projection, with a spike in a head that has its own clip.
 
     The filter knows A: it whitens the row with (A A^T)^-1.
     """

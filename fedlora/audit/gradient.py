@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from fedlora.accounting import epsilon_of
-from fedlora.audit.canaries import CanaryBasis, Chosen, canary_basis
-from fedlora.audit.planning import Plan, bound_at, make_plan, score_step
+from fedlora.audit.canaries import CanaryBasis, Chosen, canary_basis, overshoot
+from fedlora.audit.planning import Plan, Question, best_bound, make_plan, score_step
 from fedlora.audit.statistics import best_one_run_bound, roc_figures
 from fedlora.audit.verdict import Verdict, judge
 from fedlora.config.resolve import total_steps
@@ -40,7 +40,7 @@ _DENSE_NUMBERS: Final = 2**28
 """Numbers of per-record gradients that one attack may fill, over all its steps."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScaledNoise:
     """FAULT for measuring power: another source's noise, scaled."""
 
@@ -128,7 +128,7 @@ class GradientAudit:
             "tpr_at_10_percent_fpr": roc.tpr_at_10,
             "canaries": len(attack.truth),
             "steps": plan.steps,
-            "threshold": plan.threshold,
+            "thresholds": list(plan.thresholds),
             "one_run_bound": one_run,
             "one_run_guesses": guesses,
             "power_repeats": repeats,
@@ -147,25 +147,26 @@ class GradientAudit:
         )
 
     def plan(self) -> Plan:
-        """Choose steps and threshold from simulated attacks on half the noise."""
-        mechanism = self._mechanism
+        """Choose steps and thresholds from simulated attacks on faulty mechanisms."""
         return make_plan(
-            self._strengths(),
-            self._claim,
-            canaries=self._canaries,
-            sample_rate=mechanism.privacy.sample_rate,
-            delta=self._privacy.target_delta,
-            confidence=self._confidence,
-            paired=self._paired,
-            most_steps=total_steps(self._bench.config),
-            afford=self._afford,
+            Question(
+                strengths=self._strengths(),
+                claim=self._claim,
+                afford=self._afford,
+                sample_rate=self._mechanism.privacy.sample_rate,
+                delta=self._privacy.target_delta,
+                confidence=self._confidence,
+                paired=self._paired,
+                most_steps=total_steps(self._bench.config),
+                overshoot=overshoot(self._mechanism),
+            )
         )
 
     def attack(self, plan: Plan, noise: Callable[[], NoiseSource] | None = None) -> Attack:
         """Run the mechanism's own clip and noise on canaries and score the releases.
 
         Args:
-            plan: steps and threshold.
+            plan: steps and thresholds.
             noise: makes each client's noise source.
         """
         rate = self._mechanism.privacy.sample_rate
@@ -187,11 +188,11 @@ class GradientAudit:
         return Attack(score, truth)
 
     def bound(self, attack: Attack, plan: Plan) -> float:
-        """Return the lower bound on epsilon at the plan's threshold."""
-        return bound_at(
+        """Return the lower bound on epsilon at the plan's thresholds."""
+        return best_bound(
             attack.scores,
             attack.truth,
-            plan.threshold,
+            plan.thresholds,
             delta=self._privacy.target_delta,
             confidence=self._confidence,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -34,12 +34,13 @@ class Plan:
     Attributes:
         steps: steps that are attacked.
         claimed_epsilon: the accountant's figure for them.
-        threshold: score above which a canary is called a member.
+        thresholds: scores above which a canary is called a member: one that shows half the noise best, one that
+            shows a missing clip best. The error of the bound is shared among them.
     """
 
     steps: int
     claimed_epsilon: float
-    threshold: float
+    thresholds: tuple[float, ...]
 
 
 def score_step(statistic: Floats, strength: Floats, sample_rate: float, paired: bool) -> Floats:
@@ -65,72 +66,114 @@ def _log1m(rate: float) -> float:
 
 
 def simulate(
-    strengths: Strengths, members: Floats, steps: int, sample_rate: float, noise: float, paired: bool
+    strengths: Strengths,
+    members: Floats,
+    steps: int,
+    sample_rate: float,
+    paired: bool,
+    *,
+    noise: float = 1.0,
+    signal: float = 1.0,
 ) -> Floats:
-    """Return scores of canaries (`members`: 1 in, 0 out, -1 opposite) if the true noise is `noise` times the claim."""
+    """Return scores of canaries (`members`: 1 in, 0 out, -1 opposite) under a fault.
+
+    The true noise is `noise` times the claim, a canary's contribution `signal` times the bound.
+    """
     generator = np.random.default_rng()
     count = len(members)
     score = np.zeros(count)
     for _ in range(steps):
         strength = strengths(generator, count)
         drawn = generator.random(count) < sample_rate
-        statistic = strength * members * drawn + noise * generator.standard_normal(count)
+        statistic = signal * strength * members * drawn + noise * generator.standard_normal(count)
         score += score_step(statistic, strength, sample_rate, paired)
     return score
 
 
-def make_plan(
-    strengths: Strengths,
-    claim: Callable[[int], float],
-    *,
-    canaries: int,
-    sample_rate: float,
-    delta: float,
-    confidence: float,
-    paired: bool,
-    most_steps: int,
-    afford: Callable[[int], int],
-) -> Plan:
-    """Return the steps and the threshold that show half the noise best.
+@dataclass(frozen=True)
+class Question:
+    """What a plan is made for.
 
-    Args:
+    Attributes:
         strengths: law of the signal-to-noise ratio.
         claim: steps to claimed epsilon.
-        canaries: that will be attacked at most.
+        afford: steps to the canaries that one attack may have.
         sample_rate: q.
         delta: of claim and bound.
         confidence: of the bound.
         paired: replace-one adjacency.
         most_steps: steps of the run, the cap.
-        afford: steps to canaries that one repeat may have.
+        overshoot: signal of a canary that is not clipped.
     """
+
+    strengths: Strengths
+    claim: Callable[[int], float]
+    afford: Callable[[int], int]
+    sample_rate: float
+    delta: float
+    confidence: float
+    paired: bool
+    most_steps: int
+    overshoot: float
+
+
+def make_plan(question: Question) -> Plan:
+    """Return the steps that show half the noise best, and thresholds for half the noise and a missing clip."""
     best: tuple[float, Plan] | None = None
-    for steps in sorted({min(s, most_steps) for s in _STEPS}):
-        claimed = claim(steps)
+    for steps in sorted({min(s, question.most_steps) for s in _STEPS}):
+        claimed = question.claim(steps)
         if not math.isfinite(claimed):
             continue
-        count = max(200, min(canaries, afford(steps), _WORK // steps))
-        margins: dict[float, list[float]] = {}
-        cuts: dict[float, list[float]] = {}
-        for _ in range(_REPEATS):
-            truth = np.random.default_rng().random(count) < 0.5
-            members = np.where(truth, 1.0, -1.0 if paired else 0.0)
-            scores = simulate(strengths, members, steps, sample_rate, 0.5, paired)
-            for fraction, cut in zip(_FRACTIONS, _quantiles(scores), strict=True):
-                bound = bound_at(scores, truth, cut, delta=delta, confidence=confidence)
-                margins.setdefault(fraction, []).append(bound / claimed if claimed > 0 else bound)
-                cuts.setdefault(fraction, []).append(cut)
-        for fraction, values in margins.items():
-            worst, plan = min(values), Plan(steps, claimed, float(np.mean(cuts[fraction])))
-            if best is None or worst > best[0]:
-                best = (worst, plan)
+        margin, cut = _best_cut(question, steps, claimed, noise=0.5)
+        if best is None or margin > best[0]:
+            best = (margin, Plan(steps, claimed, (cut,)))
     if best is None:
-        return Plan(1, claim(1), 0.0)
-    return best[1]
+        return Plan(1, question.claim(1), (0.0,))
+    plan = best[1]
+    if not (question.overshoot > 1.0):
+        return plan
+    _, loose = _best_cut(question, plan.steps, plan.claimed_epsilon, signal=question.overshoot)
+    return replace(plan, thresholds=(*plan.thresholds, loose))
 
 
-def _quantiles(scores: Floats) -> Sequence[float]:
+def _best_cut(question: Question, steps: int, claimed: float, **fault: float) -> tuple[float, float]:
+    """Return (worst bound over claim in some simulations, threshold) of the best share of guesses."""
+    count = max(200, min(question.afford(steps), _WORK // steps))
+    margins: list[list[float]] = []
+    cuts: list[list[float]] = []
+    for _ in range(_REPEATS):
+        truth = np.random.default_rng().random(count) < 0.5
+        members = np.where(truth, 1.0, -1.0 if question.paired else 0.0)
+        scores = simulate(question.strengths, members, steps, question.sample_rate, question.paired, **fault)
+        found = _quantiles(scores)
+        share = _shared(question.confidence, 2)
+        bounds = [bound_at(scores, truth, cut, delta=question.delta, confidence=share) for cut in found]
+        margins.append([bound / claimed if claimed > 0 else bound for bound in bounds])
+        cuts.append(found)
+    worst = np.min(margins, axis=0)
+    place = int(np.argmax(worst))
+    return float(worst[place]), float(np.mean(cuts, axis=0)[place])
+
+
+def _shared(confidence: float, parts: int) -> float:
+    return 1.0 - (1.0 - confidence) / parts
+
+
+def _quantiles(scores: Floats) -> list[float]:
     return [float(v) for v in np.quantile(scores, [1.0 - f for f in _FRACTIONS])]
+
+
+def best_bound(
+    scores: Floats,
+    truth: npt.NDArray[np.bool_],
+    thresholds: Sequence[float],
+    *,
+    delta: float,
+    confidence: float,
+) -> float:
+    """Return the largest bound over fixed thresholds that share the error."""
+    share = _shared(confidence, len(thresholds))
+    return max(bound_at(scores, truth, cut, delta=delta, confidence=share) for cut in thresholds)
 
 
 def bound_at(

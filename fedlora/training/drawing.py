@@ -72,6 +72,6 @@ def _sampler(
 
 
 def coin_source(config: FedLoraConfig, client: str, server_round: int) -> CoinSource:
-    """Return a client's coins: without privacy the experiment seed may order the data; with privacy only entropy may."""
+    """Return a client's coins; the experiment seed may order the data without privacy only."""
     repeatable = _seeded(config) or isinstance(config.privacy, NoPrivacy)
     return SeededCoins(config.run.seed, client, server_round) if repeatable else OsCoins()
