@@ -10,8 +10,8 @@ from __future__ import annotations
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedlora.simulation.flower import port_of
 from fedlora.simulation.messages import from_record, to_record
-from fedlora.training.local import find_port
 from fedlora.training.port import Packet, failure_packet
 
 app = ClientApp()
@@ -20,7 +20,7 @@ app = ClientApp()
 def relay(message: Message, context: Context) -> Message:
     """Pass one packet to the node's trainer and its answer back."""
     try:
-        answer: Packet = find_port(context.node_id).exchange(from_record(message.content))
+        answer: Packet = port_of(context, __file__).exchange(from_record(message.content))
     except Exception as error:
         answer = failure_packet(error)
     return Message(to_record(answer), reply_to=message)

@@ -14,7 +14,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.simulation.settings import RunResult, ServerSettings, take_settings
-from server.finish import finish
+from server.finish import add_clients_ledger, finish
 from server.from_context import settings_from_context
 from server.setup import build_server
 
@@ -30,6 +30,8 @@ def main(grid: Grid, context: Context) -> None:
     if settings is None:
         settings = settings_from_context(context)
     settings.result = run(grid, settings)
+    if settings.expect is not None:
+        settings.result = add_clients_ledger(settings.result, settings)
 
 
 def run(grid: Grid, settings: ServerSettings) -> RunResult:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import FedLoraError
-from fedlora.simulation.settings import RunResult
+from fedlora.simulation.run import open_clients_ledger
+from fedlora.simulation.settings import RunResult, ServerSettings
 from fedlora.training.port import Packet, encode_packet
 from fedlora.wire.codec import to_arrays
 from fedlora.wire.payload import AdapterPayload
-from server.folder import write_atomically
+from server.folder import RunFolder, write_atomically, write_ledger
 from server.noise import is_seeded
 from server.setup import Server, statement
 
@@ -54,6 +56,20 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     )
     server.folder.write_json("summary.json", result)
     return result
+
+
+def add_clients_ledger(result: RunResult, settings: ServerSettings) -> RunResult:
+    """Write the accounts of a simulation on Flower's engine; the ledger's largest epsilon is the run's."""
+    book = open_clients_ledger(settings.config, None)
+    if book is None:
+        return result
+    try:
+        epsilon = write_ledger(settings.folder, book, settings.config, settings.expect or ())
+    finally:
+        book.close()
+    final = replace(result, epsilon=result.epsilon if epsilon is None else epsilon)
+    RunFolder(settings.folder).write_json("summary.json", final)
+    return final
 
 
 def _final_epsilon(server: Server) -> float | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import time
 from pathlib import Path
 
 from flwr.app import Context
 
 from fedlora.config import load_config
-from fedlora.errors import ConfigError
-from fedlora.simulation.prepare import complete
+from fedlora.simulation.appdir import code_hash
+from fedlora.simulation.flower import asks_to_simulate
+from fedlora.simulation.flower_plan import config_file, overrides_of, read_plan
+from fedlora.simulation.prepare import complete, make_federation
+from fedlora.simulation.run import open_clients_ledger
 from fedlora.simulation.settings import ServerSettings
+
+_APP_DIR = Path(__file__).resolve().parent.parent
 
 
 def settings_from_context(context: Context) -> ServerSettings:
@@ -21,21 +24,15 @@ def settings_from_context(context: Context) -> ServerSettings:
     `run-id`, `run-dir` and `resume` come from `fedlora server`, which starts a run anew after a crash under
     the same name: a round that clients have answered already is then never trained twice.
 
-    A relative path is looked for in the current directory, then beside the app.
+    With `simulate = true` the run is a simulation on Flower's engine; only nodes of that engine take part.
 
     Raises:
         ConfigError: if no file is named or it is not there.
     """
-    named = str(context.run_config.get("config", "") or os.environ.get("FEDLORA_CONFIG", ""))
-    if not named:
-        raise ConfigError(
-            "run configuration: no 'config'; flwr run . --run-config 'config=\"/path/to/run.yaml\"'"
-        )
-    path = next((one for one in _candidates(named) if one.is_file()), None)
-    if path is None:
-        raise ConfigError(f"run configuration: config {named} is not there; give an absolute path")
-    overrides = shlex.split(str(context.run_config.get("overrides", "")))
-    config = load_config(path, overrides, deployment=True)
+    if asks_to_simulate(context.run_config):
+        return _simulated(context)
+    path = config_file(context.run_config, _APP_DIR)
+    config = load_config(path, overrides_of(context.run_config), deployment=True)
     prepared = complete(config)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     given = str(context.run_config.get("run-id", ""))
@@ -45,8 +42,18 @@ def settings_from_context(context: Context) -> ServerSettings:
     return ServerSettings(prepared.config, run_id, folder, resume=resume, bench=prepared.bench)
 
 
-def _candidates(named: str) -> list[Path]:
-    path = Path(named).expanduser()
-    if path.is_absolute():
-        return [path]
-    return [Path.cwd() / path, Path(__file__).resolve().parent.parent / path]
+def _simulated(context: Context) -> ServerSettings:
+    plan = read_plan(context.run_config, context.run_id, _APP_DIR)
+    federation = make_federation(plan.config)
+    prepared = complete(federation.config)
+    book = open_clients_ledger(prepared.config, None)  # made once, before the nodes open it side by side
+    if book is not None:
+        book.close()
+    return ServerSettings(
+        prepared.config,
+        plan.run_id,
+        plan.folder,
+        bench=prepared.bench,
+        expect=tuple(sorted(federation.parts)),
+        app_hash=code_hash(_APP_DIR),
+    )

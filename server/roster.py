@@ -44,10 +44,14 @@ class Roster:
     Args:
         grid: Flower's grid.
         known: the whole roster, where it is fixed.
+        app_hash: hash of the app's code that every node must run; None asks for the library's version only.
     """
 
-    def __init__(self, grid: Grid, known: Mapping[int, Sequence[str]] | None) -> None:
+    def __init__(
+        self, grid: Grid, known: Mapping[int, Sequence[str]] | None, app_hash: str | None = None
+    ) -> None:
         """Start with what is known."""
+        self._app_hash = app_hash
         self._grid, self._fixed = grid, known is not None
         self._clients: dict[int, tuple[str, ...]] = {
             node: tuple(clients) for node, clients in (known or {}).items()
@@ -93,6 +97,13 @@ class Roster:
                 node,
                 hello.code_hash,
                 fedlora.__version__,
+            )
+            return
+        if self._app_hash is not None and hello.facts.get("app") != self._app_hash:
+            _LOG.warning(
+                "node %s is no node of this simulation, or runs other code than the server; start Flower's SuperLink "
+                "from an empty folder",
+                node,
             )
             return
         allowed = allowed_clients(node)

@@ -67,8 +67,9 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
     config = settings.config
     bench = settings.bench if settings.bench is not None else build_workbench(config)
     loaded = time.perf_counter()
-    roster = Roster(grid, settings.clients)
-    wanted = max(config.federation.min_replies, config.deployment.expected_clients or 0)
+    roster = Roster(grid, settings.clients, settings.app_hash)
+    expected = config.deployment.expected_clients or len(settings.expect or ())
+    wanted = max(config.federation.min_replies, expected)
     if settings.clients is None:
         roster.wait_for(wanted, config.federation.round_timeout_seconds)
     ledger = _server_ledger(config, settings.folder)

@@ -67,7 +67,7 @@ def simulate(
     started = time.perf_counter()
     settings, federation = _settings(config, resume, progress, stop_after, run_id)
     run_number = zlib.crc32(settings.run_id.encode()) + 1
-    book = _open_ledger(settings.config, ledger)
+    book = open_clients_ledger(settings.config, ledger)
     with _terminations():
         try:
             spending = Spending(None if book is None else LedgerKeeper(book), settings.config)
@@ -147,7 +147,13 @@ def _next_attempt(folder: Path) -> int:
     return attempt
 
 
-def _open_ledger(config: FedLoraConfig, path: Path | None) -> Ledger | None:
+def open_clients_ledger(config: FedLoraConfig, path: Path | None) -> Ledger | None:
+    """Open (or make) the simulated clients' ledger; None where nothing is charged.
+
+    Args:
+        config: configuration; `run.dir` holds the ledger unless a path is given.
+        path: the ledger file; its secret lies beside it.
+    """
     if not charges(config):
         return None
     target = Path(config.run.dir) / "ledger.sqlite" if path is None else path

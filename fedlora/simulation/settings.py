@@ -91,6 +91,8 @@ class ServerSettings:
         progress: called after every round.
         stop_after: end the process's part after this round (tests of resume); None for no early end.
         bench: the loaded base model, where whoever resolved the configuration has loaded it already.
+        expect: all logical clients of a simulation on Flower's engine; the run waits for every one.
+        app_hash: hash of the app's code that every node must run; None where the library's version is enough.
         result: set by the ServerApp at the end.
     """
 
@@ -102,6 +104,8 @@ class ServerSettings:
     progress: Progress | None = None
     stop_after: int | None = None
     bench: Any = None
+    expect: Sequence[str] | None = None
+    app_hash: str | None = None
     result: RunResult | None = None
 
 

@@ -24,6 +24,11 @@ def unregister_port(node_id: int) -> None:
     _PORTS.pop(node_id, None)
 
 
+def is_registered(node_id: int) -> bool:
+    """Return whether a trainer in this process answers for a node."""
+    return node_id in _PORTS
+
+
 def find_port(node_id: int) -> PacketPort:
     """Return the trainer that answers for a node.
 
