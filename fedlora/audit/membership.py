@@ -6,7 +6,7 @@ step, or never. Their canary losses are compared (`loss`), or their releases (`r
 and the start, removes what D's gradients can explain, and looks for the rest of the canary's gradient.
 
 Source: "LoRA and Privacy: When Random Projections Help (and When They Don't)", Prop. 2 and Appendix F.1;
-    Eq. 16 of the paper that reads LoRA as random sketching of gradients, for the calibrated attack.
+    "LoRA Provides Differential Privacy by Design via Random Sketching", Eq. 16, for the calibrated attack.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def write_model(folder: Path, hidden: int = 8) -> Path:
 
 
 def make_bench(
-    model: Path, case: str = "lora_fa", *, seed: int = 3, rounds: int = 5, **privacy: Any
+    model: Path, case: str = "lora_fa", *, seed: int = 3, rounds: int = 5, rank: int = 2, **privacy: Any
 ) -> Workbench:
     """Resolve a configuration and load it."""
     mechanism, aggregation, changes = CASES[case]
@@ -87,8 +87,8 @@ def make_bench(
                 "device": "cpu",
             },
             "adapter": {
-                "rank": 2,
-                "lora_alpha": 4.0,
+                "rank": rank,
+                "lora_alpha": 2.0 * rank,
                 "target_modules": ["query", "value"],
                 "modules_to_save": ["classifier"],
             },

@@ -128,10 +128,10 @@ def test_the_noise_free_release_leaks_and_the_noised_one_keeps_below_its_claim(m
         assert verdict.figures["auc"] < 0.99
 
 
-def test_the_loss_attack_sees_a_static_poison_without_noise(model):
-    free = membership.noise_free(make_bench(model))
-    verdict = membership.loss_attack(free, membership.make_shadows(free, trials=60, steps=30))
-    assert verdict.figures["auc"] > 0.95
+def test_the_loss_attack_sees_a_static_poison_without_noise(tmp_path):
+    free = membership.noise_free(make_bench(write_model(tmp_path / "wide", 32)))
+    verdict = membership.loss_attack(free, membership.make_shadows(free, trials=60, steps=100))
+    assert verdict.figures["auc"] > 0.97
 
 
 @pytest.mark.parametrize("case", ["prism", "noisy_projection-shared", "noisy_projection"])
