@@ -7,7 +7,7 @@ releases can see seeded noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,8 +18,10 @@ import torch
 from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.data import Encoded
 from fedlora.errors import SensitivityMismatchError
+from fedlora.mechanisms.base import LocalState
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.mechanisms.stages import ClippedSum
+from fedlora.names import split_block_name
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.training.drawing import coin_source, noise_source
@@ -96,10 +98,16 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
         return SelfCheck(
             "clip is active", isinstance(privacy, NoPrivacy), "no record-level privacy configured"
         )
-    whole = _clipped(bench, records)
+    if not getattr(bench.config.mechanism, "clipping", True):
+        return SelfCheck("clip is active", True, "a stated bound replaces clipping; it cannot be checked")
+    mechanism, adapted = bench.mechanism, bench.adapted
+    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
+    state = mechanism.stages.prepare(mechanism, state)  # one projection for all: their sums are compared
+    whole = _clipped(bench, state, records)
     bound = privacy.max_grad_norm
     moves = [
-        _distance(whole, _clipped(bench, [*records[:k], *records[k + 1 :]])) for k in range(len(records))
+        _distance(state, whole, _clipped(bench, state, [*records[:k], *records[k + 1 :]]))
+        for k in range(len(records))
     ]
     worst = max(moves)
     parts = len(set(whole.metric.group_of.values())) if whole.metric.per_layer else 1
@@ -202,19 +210,24 @@ def _losses(bench: Workbench, records: Sequence[Encoded]) -> torch.Tensor:
     return losses.detach().to(torch.float64).cpu()
 
 
-def _clipped(bench: Workbench, records: Sequence[Encoded]) -> ClippedSum:
-    mechanism, adapted = bench.mechanism, bench.adapted
-    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
-    state = mechanism.stages.prepare(mechanism, state)
-    return PassRunner(adapted, bench.task).clipped_sums(mechanism, state, [list(records)])
+def _clipped(bench: Workbench, state: LocalState, records: Sequence[Encoded]) -> ClippedSum:
+    return PassRunner(bench.adapted, bench.task).clipped_sums(bench.mechanism, state, [list(records)])
 
 
-def _distance(left: ClippedSum, right: ClippedSum) -> float:
-    """Distance of two sums in the metric, largest over layers where each layer is clipped alone."""
+def _distance(state: LocalState, left: ClippedSum, right: ClippedSum) -> float:
+    """Distance of two sums in the metric.
+
+    A projected block is D A^T with ||D|| bounded: the part of D in A's row space is what can be measured.
+    """
     total = 0.0
     metric = left.metric
+    projections: Mapping[str, torch.Tensor] = getattr(state.own, "projections", {})
     for group in dict.fromkeys(metric.group_of.values()):
-        weight = 1.0 if metric.per_layer else metric.weight(group)
         for name in metric.blocks_of(group):
-            total += weight**2 * float((left.blocks[name] - right.blocks[name]).double().square().sum())
+            moved = (left.blocks[name] - right.blocks[name]).double()
+            seen = projections.get(split_block_name(name)[0])
+            if seen is not None:
+                factor = torch.linalg.qr(seen.double().mT, mode="r").R
+                moved = torch.linalg.solve_triangular(factor, moved, upper=True, left=False)
+            total += metric.weight(group) ** 2 * float(moved.square().sum())
     return float(total**0.5)

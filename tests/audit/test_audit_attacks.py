@@ -220,6 +220,18 @@ def test_start_up_checks_pass_for_every_mechanism(model, case):
     assert all(one.passed for one in selfcheck.run_selfchecks(make_bench(model, case)))
 
 
+@pytest.mark.parametrize(("rank", "hidden"), [(1, 64), (2, 64), (4, 48)])
+def test_a_projection_that_stretches_is_no_fault_and_a_missing_clip_is(tmp_path, rank, hidden):
+    bench = make_bench(
+        write_model(tmp_path / "wide", hidden), "noisy_projection", rank=rank, max_grad_norm=1e-6
+    )
+    records = selfcheck.public_records(bench.task, 4, 12)
+    for _ in range(3):
+        found = selfcheck.check_clip(bench, records)
+        assert found.passed, found
+    assert not selfcheck.check_clip(_unclipped(bench), records).passed
+
+
 def test_a_run_marked_without_privacy_may_be_repeatable(model):
     assert all(
         one.passed for one in selfcheck.run_selfchecks(make_bench(model, noise_source="seeded-test-only"))
