@@ -12,7 +12,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 import fedlora
-from fedlora.errors import FedLoraError, TooFewRepliesError
+from fedlora.errors import FedLoraError, SimulationError, TooFewRepliesError
 from fedlora.names import ENV_ROSTER
 from fedlora.simulation.messages import from_record, to_record
 from fedlora.training.port import hello_packet, unpack_hello
@@ -44,7 +44,8 @@ class Roster:
     Args:
         grid: Flower's grid.
         known: the whole roster, where it is fixed.
-        app_hash: hash of the app's code that every node must run; None asks for the library's version only.
+        app_hash: hash of the code that every node of a simulation on Flower's engine must run; a node that does not,
+            or that cannot be set up, then ends the run. None asks for the library's version only.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class Roster:
         try:
             hello = unpack_hello(from_record(reply.content))
         except (FedLoraError, KeyError, ValueError) as error:
+            if self._app_hash is not None:
+                raise SimulationError(f"simulation: {error}") from None
             _LOG.warning("node %s cannot take part: %s", node, error)
             return
         if hello.code_hash != fedlora.__version__:
@@ -99,13 +102,11 @@ class Roster:
                 fedlora.__version__,
             )
             return
-        if self._app_hash is not None and hello.facts.get("app") != self._app_hash:
-            _LOG.warning(
-                "node %s is no node of this simulation, or runs other code than the server; start Flower's SuperLink "
-                "from an empty folder",
-                node,
+        if self._app_hash is not None and (found := hello.facts.get("app")) != self._app_hash:
+            raise SimulationError(
+                f"simulation: node {node} runs other code ({str(found)[:12]}) than the server "
+                f"({self._app_hash[:12]}), or is none of the simulation's; stop flower-superlink and start again from an empty folder"
             )
-            return
         allowed = allowed_clients(node)
         foreign = [] if allowed is None else [client for client in hello.clients if client not in allowed]
         if foreign:

@@ -30,7 +30,7 @@ from fedlora.cli.bundle import app_files
 from fedlora.cli.processes import free_port
 from fedlora.config import config_container
 from fedlora.config.resolve import config_hash
-from fedlora.errors import ConfigError, TrainerUnreachableError
+from fedlora.errors import ConfigError, SimulationError, TrainerUnreachableError
 from fedlora.ledger import load_secret, open_ledger
 from fedlora.simulation import flower, flower_node
 from fedlora.simulation.appdir import code_hash
@@ -40,7 +40,9 @@ from fedlora.simulation.prepare import complete, make_federation
 from fedlora.simulation.run import simulate
 from fedlora.training.port import (
     Hello,
+    Packet,
     PacketPort,
+    failure_packet,
     hello_packet,
     pack_hello,
     pack_request,
@@ -212,17 +214,28 @@ def test_without_the_key_the_rules_of_deployments_hold(world: Path, tmp_path: Pa
             settings_from_context(context({"config": str(path), **key}, None))
 
 
-@pytest.mark.parametrize(
-    ("facts", "taken"), [({"app": "a" * 64}, True), ({"app": "b" * 64}, False), ({}, False)]
-)
-def test_a_node_with_other_code_or_of_a_real_site_is_left_out(facts: dict[str, str], taken: bool) -> None:
-    roster = Roster(None, None, "a" * 64)  # type: ignore[arg-type]
-    content = to_record(pack_hello(Hello(("c",), fedlora.__version__, None, facts)))
+def announce(roster: Roster, packet: Packet) -> int:
     reply: Any = SimpleNamespace(
-        metadata=SimpleNamespace(src_node_id=7), has_error=lambda: False, content=content
+        metadata=SimpleNamespace(src_node_id=7), has_error=lambda: False, content=to_record(packet)
     )
     roster._take(reply)
-    assert roster.count() == int(taken)
+    return roster.count()
+
+
+@pytest.mark.parametrize("facts", [{"app": "b" * 64}, {"app": None}, {}])
+def test_a_node_with_other_code_or_of_a_real_site_ends_a_simulation(facts: dict[str, Any]) -> None:
+    roster = Roster(None, None, "a" * 64)  # type: ignore[arg-type]
+    with pytest.raises(SimulationError, match="other code"):
+        announce(roster, pack_hello(Hello(("c",), fedlora.__version__, None, facts)))
+    assert announce(roster, pack_hello(Hello(("c",), fedlora.__version__, None, {"app": "a" * 64}))) == 1
+
+
+def test_a_node_that_cannot_be_set_up_ends_a_simulation_at_once() -> None:
+    roster = Roster(None, None, "a" * 64)  # type: ignore[arg-type]
+    with pytest.raises(SimulationError, match="absolute run-dir"):
+        announce(roster, failure_packet(ConfigError("run-dir: give an absolute run-dir")))
+    real = Roster(None, None)  # type: ignore[arg-type]
+    assert announce(real, failure_packet(ConfigError("x"))) == 0  # a deployment goes on without it
 
 
 def test_the_bundle_of_a_deployment_has_no_such_key() -> None:
