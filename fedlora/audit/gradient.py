@@ -36,8 +36,8 @@ from fedlora.training.sampling import OsCoins, PoissonSampler
 from fedlora.training.session import Workbench
 
 _CHUNK_NUMBERS: Final = 2**23
-_DENSE_NUMBERS: Final = 2**28
-"""Numbers of per-record gradients that one attack may fill, over all its steps."""
+_DENSE_NUMBERS: Final = 9000
+"""Numbers of per-record gradients that one attack may fill for each canary that was asked for, over all its steps."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class GradientAudit:
         sign = np.where(truth[here], 1.0, -1.0).astype(np.float32)
         chosen = Chosen(here // self._basis.size, here % self._basis.size, sign)
         total: ClippedSum | None = None
-        step = max(1, _CHUNK_NUMBERS // max(1, mechanism.coordinates.table.size))
+        step = max(1, _CHUNK_NUMBERS // self._numbers_per_canary())
         for first in range(0, max(1, len(here)), step):
             part = mechanism.clip(self._basis.gradients(state, chosen.part(first, first + step)))
             total = part if total is None else add_sums(total, part)
@@ -228,8 +228,18 @@ class GradientAudit:
     def _afford(self, steps: int) -> int:
         """Return the canaries for which the dense gradients of one attack stay in bounds."""
         share = (1.0 if self._paired else 0.5) * self._mechanism.privacy.sample_rate
-        dense = share * steps * self._mechanism.coordinates.table.size
-        return int(min(self._canaries, max(self._basis.size // 8, _DENSE_NUMBERS / dense, 200)))
+        dense = share * steps * self._numbers_per_canary()
+        return int(
+            min(self._canaries, max(self._basis.size // 8, _DENSE_NUMBERS * self._canaries / dense, 200))
+        )
+
+    def _numbers_per_canary(self) -> int:
+        """Return the numbers that one canary's gradient fills: stored blocks, and two factors of each matrix."""
+        coordinates = self._mechanism.coordinates
+        matrices = [
+            shape for name, shape in coordinates.table.shapes.items() if name not in coordinates.stored.shapes
+        ]
+        return max(1, coordinates.stored.size + sum(sum(shape) for shape in matrices))
 
     def _affordable(self, steps: int) -> int:
         wanted = self._afford(steps)
