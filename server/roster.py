@@ -105,7 +105,8 @@ class Roster:
         if self._app_hash is not None and (found := hello.facts.get("app")) != self._app_hash:
             raise SimulationError(
                 f"simulation: node {node} runs other code ({str(found)[:12]}) than the server "
-                f"({self._app_hash[:12]}), or is none of the simulation's; stop flower-superlink and start again from an empty folder"
+                f"({self._app_hash[:12]}), or is none of the simulation's; "
+                "stop flower-superlink and start again from an empty folder"
             )
         allowed = allowed_clients(node)
         foreign = [] if allowed is None else [client for client in hello.clients if client not in allowed]
