@@ -16,7 +16,7 @@ from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, o
 app = typer.Typer(
     help="Show, plan, verify, export and back up privacy ledgers.\n\n"
     "LEDGER is a SQLite file or a SQLAlchemy URL; its key is found by --key, FEDLORA_LEDGER_KEY, or beside it "
-    "(<ledger>.key, ledger.secret, keys/ledger.secret).\n\n"
+    "(LEDGER.key, the same name ending in .key, ledger.secret, keys/ledger.secret).\n\n"
     "Example: fedlora budget show ledger.db --json",
     no_args_is_help=True,
     add_completion=False,
@@ -42,7 +42,12 @@ def find_key(ledger: str, key: Path | None) -> Path:
     if key is not None or given:
         return key if key is not None else Path(given)
     folder = base.parent
-    beside = (Path(f"{base}.key"), folder / "ledger.secret", folder / "keys" / "ledger.secret")
+    beside = (
+        Path(f"{base}.key"),
+        base.with_suffix(".key"),
+        folder / "ledger.secret",
+        folder / "keys" / "ledger.secret",
+    )
     for candidate in beside if "://" not in str(base) else ():
         if candidate.is_file():
             return candidate

@@ -217,3 +217,11 @@ def test_show_of_many_accounts_names_the_largest(tmp_path: Path, capsys: pytest.
     assert (len(record["accounts"]), record["num_accounts"]) == (3, 30)
     assert record["largest_epsilon"] == pytest.approx(epsilon_of(EVENT.times(30), BUDGET.delta).epsilon)
     assert SITE.client not in [row["client"] for row in record["accounts"]]
+
+
+def test_key_of_a_simulations_ledger_is_found_beside_it(tmp_path):
+    from fedlora.cli.budget import find_key
+
+    key = tmp_path / "demo.ledger.key"
+    key.write_bytes(b"x" * 32)
+    assert find_key(str(tmp_path / "demo.ledger.sqlite"), None) == key
