@@ -14,8 +14,9 @@ demo: setup
 test: setup
 	@$(VENV)/bin/python -m pytest -m "not long and not network and not postgres"
 
+LONG ?=
 test-long: setup
-	@$(VENV)/bin/python -m pytest -m "long or network or postgres"
+	@$(VENV)/bin/python -m pytest -m "long or network or postgres" $(LONG)
 
 check: setup
 	@scripts/check

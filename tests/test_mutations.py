@@ -29,6 +29,13 @@ def test_mutation_still_applies(mutation):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+def test_an_unchanged_copy_passes():
+    passed, said = mutations.baseline()
+    assert passed, said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mutation", ALL, ids=lambda m: m.name)
 def test_mutation_is_killed(mutation):
     lived, said = mutations.survives(mutation)

@@ -253,3 +253,16 @@ def test_extreme_settings_end_within_a_minute(sigma: float, rate: float, adjacen
     report = acct.epsilon_of(acct.PoissonGaussianEvent(sigma, rate).times(10**6), 1e-12, adjacency=adjacency)
     assert 0.0 < report.epsilon < math.inf
     assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(0.7, 0.01), (2.0, 0.2), (5.0, 0.9)])
+def test_sampled_replace_one_uses_the_proved_form(sigma: float, rate: float) -> None:
+    """log(2 M - 1) with M the moment at twice the sensitivity; no change without sampling."""
+    orders = np.array([2.0, 5.0, 16.0])
+    half = rdp.moment(acct.PoissonGaussianEvent(sigma / 2.0, rate), orders, acct.Adjacency.ADD_OR_REMOVE)
+    ours = rdp.moment(acct.PoissonGaussianEvent(sigma, rate), orders, acct.Adjacency.REPLACE_ONE)
+    assert ours == pytest.approx(
+        [float(mpmath.log(2 * mpmath.exp(mpmath.mpf(float(g))) - 1)) for g in half], rel=1e-9
+    )
+    full = rdp.moment(acct.PoissonGaussianEvent(sigma, 1.0), orders, acct.Adjacency.REPLACE_ONE)
+    assert full == pytest.approx(orders * (orders - 1.0) * 2.0 / sigma**2, rel=1e-12)

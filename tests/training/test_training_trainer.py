@@ -13,6 +13,7 @@ import pytest
 from trainer_helpers import World, make_world
 
 from fedlora.config.resolve import config_hash
+from fedlora.errors import PrivacyError
 from fedlora.ledger import Account
 from fedlora.mechanisms.noise import SeededNoise
 from fedlora.training import trainer as trainer_module
@@ -328,3 +329,17 @@ def test_the_selfchecks_catch_planted_faults(
         mechanism = dataclasses.replace(bench.mechanism, privacy=privacy)
         bench = dataclasses.replace(bench, mechanism=mechanism)
     assert not all(one.passed for one in run_selfchecks(bench))
+
+
+def test_a_failed_selfcheck_stops_a_session_before_anything_is_charged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(bench: Any) -> None:
+        raise PrivacyError("self-check: planted fault")
+
+    monkeypatch.setattr(trainer_module, "require_selfchecks", fails)
+    trainer, shelf, ledger = world.trainer(tmp_path)
+    reply = trainer.handle(world.request(1))
+    assert set(statuses(reply).values()) == {"refused"}
+    assert shelf.opened == []
+    assert list(ledger.accounts()) == []
