@@ -13,10 +13,11 @@ import pytest
 from trainer_helpers import World, make_world
 
 from fedlora.config.resolve import config_hash
-from fedlora.errors import PrivacyError
+from fedlora.errors import PolicyRefusedError, PrivacyError
 from fedlora.ledger import Account
 from fedlora.mechanisms.noise import SeededNoise
 from fedlora.training import trainer as trainer_module
+from fedlora.training.drawing import make_job
 from fedlora.training.policy import Policy
 from fedlora.training.requests import ClientReply, RoundReply
 from fedlora.training.selfcheck import check_noise, run_selfchecks
@@ -343,3 +344,10 @@ def test_a_failed_selfcheck_stops_a_session_before_anything_is_charged(
     assert set(statuses(reply).values()) == {"refused"}
     assert shelf.opened == []
     assert list(ledger.accounts()) == []
+
+
+def test_h14_shuffled_batches_are_refused_at_the_trainer_too(world: World) -> None:
+    training = world.config.training.model_copy(update={"sampling": "shuffle"})
+    config = world.config.model_copy(update={"training": training})
+    with pytest.raises(PolicyRefusedError, match="poisson"):
+        make_job(config, "client-0000", [], world.request(1), 1)
