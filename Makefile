@@ -3,7 +3,7 @@ VENV ?= .venv
 export OMP_NUM_THREADS ?= 1
 export VENV
 
-.PHONY: demo test check test-long bench setup clean
+.PHONY: demo test check lint test-long bench setup clean
 
 setup:
 	@scripts/setup $(VENV)
@@ -19,6 +19,9 @@ test-long: setup
 	@$(VENV)/bin/python -m pytest -m "long or network or postgres" $(LONG)
 
 check: setup
+	@scripts/check --tests
+
+lint: setup
 	@scripts/check
 
 bench: setup
