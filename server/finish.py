@@ -82,11 +82,18 @@ def _final_epsilon(server: Server) -> float | None:
 
 def _export(server: Server, warnings: list[str]) -> Path | None:
     """Write the adapter in PEFT's format, load it again and compare logits."""
-    from fedlora.adapters.export import export_adapter
+    from fedlora.adapters.export import RunFacts, export_adapter
 
     target = server.folder.path / "adapter"
+    facts = RunFacts(
+        epsilon=_final_epsilon(server),
+        statement=statement(server.settings.config, server),
+        metrics=server.loop.state.metrics or {},
+        rounds=server.loop.state.round,
+        warnings=tuple(warnings),
+    )
     try:
-        export_adapter(server.bench, server.strategy.payload, target)
+        export_adapter(server.bench, server.strategy.payload, target, facts=facts)
     except FedLoraError as error:
         warnings.append(f"export: {error}")
         _LOG.error("export: %s", error)

@@ -129,7 +129,8 @@ def export_adapter(
     adapted, config = bench.adapted, bench.config
     if not adapted.layout.modules:
         raise ExportError(
-            "export: this run trained whole matrices, which have no PEFT form; use `fedlora export --merged`"
+            "export: this run trained no LoRA layer (a head alone, or whole matrices), so there is no PEFT adapter; "
+            "use `fedlora export RUN --merged`"
         )
     adapted.load(payload)
     batch = probe_batch(adapted.model, bench.base.tokenizer)

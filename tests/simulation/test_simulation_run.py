@@ -258,3 +258,10 @@ def test_a_client_sampled_by_share_may_be_nobody(world: Path, tmp_path: Path) ->
     result = run(world, tmp_path, federation={"clients_per_round": 3, "min_replies": 1})
     assert [line["asked"] for line in metric_lines(result.folder)[1:]] == [3, 3, 3, 3]
     assert Account("client-0000", "words-2026") is not None
+
+
+def test_the_adapters_card_states_the_runs_epsilon(world: Path, tmp_path: Path) -> None:
+    result = run(world, tmp_path, privacy={"noise_source": "os"})
+    card = (result.adapter / "README.md").read_text()
+    assert f"{result.epsilon:.4g}" in card
+    assert "not stated here" not in card
