@@ -70,11 +70,13 @@ def epsilon_of(
     probability = _checks.delta(delta)
     relation = Adjacency.parse(adjacency)
     name = _checks.choice("accountant", accountant, _NAMES)
-    epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
     conditions = dict.fromkeys(text for event, _ in parts for text in event.conditions)
     if not all(event.chargeable for event, _ in parts):
-        relation = Adjacency.REPLACE_ONE
+        relation = (
+            Adjacency.REPLACE_ONE
+        )  # the conditional analyses know no other; every part is charged under it
         conditions["conditional analysis: it never pays for a release"] = None
+    epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
     return EpsilonReport(
         epsilon=epsilon,
         delta=probability,
@@ -292,6 +294,8 @@ def delta_of(
     parts = parts_of(events)
     budget = _checks.real("epsilon", epsilon, at_least=0.0)
     relation = Adjacency.parse(adjacency)
+    if not all(event.chargeable for event, _ in parts):
+        relation = Adjacency.REPLACE_ONE
     if not parts:
         return 0.0
     if any(isinstance(event, NonPrivateEvent) for event, _ in parts):

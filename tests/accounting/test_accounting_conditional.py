@@ -282,3 +282,21 @@ def test_pave_parameters_and_risks() -> None:
         assert pave.gain_increase(tight) == tight / 2
     # randomised response attains the total-variation bound
     assert pave.risk_bound_tight(1.0, 1e-12) == pytest.approx((math.e - 1) / (math.e + 1), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "conditional",
+    [
+        acct.PaveEvent((acct.PaveLayer(8, 8, 0.01),)),
+        acct.SketchEvent(16, 64, 1000.0),
+        acct.PaveEvent((acct.PaveLayer(2, 2, 0.001),)),
+    ],
+)
+def test_a_mixture_with_a_conditional_event_is_charged_as_replace_one_throughout(conditional):
+    """The Gaussian beside a conditional analysis must not keep the sensitivity of add-or-remove."""
+    mixed = acct.compose([(conditional, 1), (acct.GaussianEvent(1.0), 1)])
+    asked, forced = acct.epsilon_of(mixed, 1e-5), acct.epsilon_of(mixed, 1e-5, adjacency=REPLACE)
+    assert asked.adjacency is REPLACE
+    assert asked.epsilon == forced.epsilon
+    assert asked.epsilon >= acct.epsilon_of(acct.GaussianEvent(1.0), 1e-5, adjacency=REPLACE).epsilon - 1e-9
+    assert acct.delta_of(mixed, 5.0) == acct.delta_of(mixed, 5.0, adjacency=REPLACE)

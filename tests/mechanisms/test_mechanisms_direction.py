@@ -9,8 +9,8 @@ from fedlora.accounting import PoissonGaussianEvent
 from fedlora.adapters.blocks import BlockTable, FlatBlocks
 from fedlora.config.schema import AdamConfig, SgdConfig, TrainingConfig
 from fedlora.mechanisms.base import StepPrivacy
-from fedlora.mechanisms.direction import direct, empty_slots
-from fedlora.mechanisms.stages import NoisyUpdate
+from fedlora.mechanisms.direction import direct, empty_slots, euclidean_step
+from fedlora.mechanisms.stages import Direction, NoisyUpdate
 
 
 def make_update(values: list[list[float]]) -> NoisyUpdate:
@@ -49,3 +49,16 @@ def test_h15_divisor_and_rate_are_public_constants(batch, nominal):
     figures = StepPrivacy.of(Config)
     assert figures.divisor == batch
     assert figures.sample_rate == batch / nominal
+
+
+@pytest.mark.parametrize(("lr", "mu"), [(1.0, 0.1), (0.5, 0.1), (2.0, 0.3)])
+def test_h40_the_proximal_term_is_the_gradient_of_the_squared_norm(lr, mu):
+    """Differences 3 and 4: penalty mu / 2 * 25, gradient mu * (3, 4)."""
+    table = BlockTable.of({"a|lora_B": (1,), "b|lora_B": (1,)})
+    values = FlatBlocks(table, torch.tensor([[4.0, 6.0]], dtype=torch.float64))
+    start = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    still = Direction(FlatBlocks(table, torch.zeros(1, 2, dtype=torch.float64)))
+    new = euclidean_step(values, still, lr, 0.0, start, mu)
+    torch.testing.assert_close(
+        new.flat, values.flat - lr * mu * torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    )

@@ -351,3 +351,14 @@ def test_h14_shuffled_batches_are_refused_at_the_trainer_too(world: World) -> No
     config = world.config.model_copy(update={"training": training})
     with pytest.raises(PolicyRefusedError, match="poisson"):
         make_job(config, "client-0000", [], world.request(1), 1)
+
+
+@pytest.mark.parametrize("allowed", [("a" * 64,), ("a" * 64, "b" * 64), ()])
+def test_a_base_model_that_the_site_did_not_name_is_refused(
+    world: World, tmp_path: Path, allowed: tuple[str, ...]
+) -> None:
+    trainer, shelf, ledger = world.trainer(tmp_path, policy=Policy(base_fingerprints=frozenset(allowed)))
+    reply = trainer.handle(world.request(1))
+    assert set(statuses(reply).values()) == {"refused"}
+    assert "base_fingerprints" in str((reply.replies[0].error or {})["message"])
+    assert (shelf.opened, list(ledger.accounts())) == ([], [])
