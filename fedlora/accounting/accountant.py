@@ -71,10 +71,8 @@ def epsilon_of(
     relation = Adjacency.parse(adjacency)
     name = _checks.choice("accountant", accountant, _NAMES)
     conditions = dict.fromkeys(text for event, _ in parts for text in event.conditions)
+    relation = _relation_for(parts, relation)
     if not all(event.chargeable for event, _ in parts):
-        relation = (
-            Adjacency.REPLACE_ONE
-        )  # the conditional analyses know no other; every part is charged under it
         conditions["conditional analysis: it never pays for a release"] = None
     epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
     return EpsilonReport(
@@ -87,6 +85,11 @@ def epsilon_of(
         unit=unit,
         alternatives=dict(alternatives),
     )
+
+
+def _relation_for(parts: Parts, asked: Adjacency) -> Adjacency:
+    """The conditional analyses know replace-one only, so that every part beside one is charged under it."""
+    return asked if all(event.chargeable for event, _ in parts) else Adjacency.REPLACE_ONE
 
 
 def _keys(parts: Parts) -> tuple[tuple[str, int], ...]:
@@ -294,8 +297,7 @@ def delta_of(
     parts = parts_of(events)
     budget = _checks.real("epsilon", epsilon, at_least=0.0)
     relation = Adjacency.parse(adjacency)
-    if not all(event.chargeable for event, _ in parts):
-        relation = Adjacency.REPLACE_ONE
+    relation = _relation_for(parts, relation)
     if not parts:
         return 0.0
     if any(isinstance(event, NonPrivateEvent) for event, _ in parts):
