@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -57,8 +57,9 @@ class LayerView:
         if present is None or present.dtype == dtype:
             return self
         names = ("down", "up", "frame_out", "core", "probe")
-        cast = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: None if t is None else t.to(dtype) for name, t in cast.items()})
+        blocks: dict[str, torch.Tensor | None] = {name: getattr(self, name) for name in names}
+        cast: dict[str, Any] = {name: None if t is None else t.to(dtype) for name, t in blocks.items()}
+        return replace(self, **cast)
 
 
 def view_blocks(kind: ViewKind, module: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
