@@ -74,7 +74,13 @@ def epsilon_of(
     relation = _relation_for(parts, relation)
     if not all(event.chargeable for event, _ in parts):
         conditions["conditional analysis: it never pays for a release"] = None
-    epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
+    try:
+        epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
+    except (OverflowError, ZeroDivisionError) as error:
+        raise PrivacyParameterError(
+            "events: a parameter is too large or too small for double precision "
+            f"({type(error).__name__}); use values between about 1e-100 and 1e100"
+        ) from error
     return EpsilonReport(
         epsilon=epsilon,
         delta=probability,

@@ -110,6 +110,10 @@ def layers_of(
 ) -> tuple[PaveLayer, ...]:
     """Return PAVE layers from options or `--layer` texts."""
     if texts:
+        if (rank, dimension, gamma) != (None, None, None):
+            raise PrivacyParameterError(
+                "pave: --layer was given beside --rank, --dimension or --gamma; state every layer with --layer"
+            )
         try:
             rows = [(int(a), int(b), float(c)) for a, b, c in (text.split(":") for text in texts)]
         except ValueError:

@@ -230,3 +230,19 @@ def test_import_is_light() -> None:
     code = f"import sys, fedlora.accounting; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda: acct.PoissonGaussianEvent(1e300, 0.1),
+        lambda: acct.PoissonGaussianEvent(1e-300, 1e-300),
+        lambda: acct.SketchEvent(1, 1, 1e300),
+    ],
+)
+def test_numbers_beyond_double_precision_are_refused_or_bounded(event) -> None:
+    try:
+        report = acct.epsilon_of(event(), 1e-5)
+    except PrivacyParameterError:
+        return
+    assert report.epsilon >= 0.0
