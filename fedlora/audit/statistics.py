@@ -103,9 +103,8 @@ def epsilon_from_counts(
     """
     _check_delta(delta)
     each = 1 - (1 - confidence) / 2
-    tpr, tpr_upper = clopper_pearson(true_positives, num_members, each)
-    fpr_lower, fpr = clopper_pearson(false_positives, num_non_members, each)
-    del tpr_upper, fpr_lower
+    tpr, _ = clopper_pearson(true_positives, num_members, each)
+    _, fpr = clopper_pearson(false_positives, num_non_members, each)
     bounds = [0.0]
     if tpr > delta and fpr > 0:
         bounds.append(math.log((tpr - delta) / fpr))

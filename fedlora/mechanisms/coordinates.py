@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedlora.adapters.blocks import BlockTable
@@ -55,15 +54,3 @@ class Coordinates:
     def module_groups(self) -> dict[str, str]:
         """Return one group per module, for per-layer clipping."""
         return {name: split_block_name(name)[0] for name in self.table.shapes}
-
-
-def check_groups(group_of: Mapping[str, str], weights: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the groups in use, in order; each must have a weight.
-
-    Raises:
-        KeyError: naming the group without a weight.
-    """
-    groups = tuple(dict.fromkeys(group_of.values()))
-    for group in groups:
-        weights[group]
-    return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.records import RecordAxis, to_device
 from fedlora.errors import ModelError
 from fedlora.mechanisms.base import LocalState, Mechanism
-from fedlora.mechanisms.clip import zero_sum
+from fedlora.mechanisms.clip import add_sums, zero_sum
 from fedlora.mechanisms.per_record import per_record_gradients
 from fedlora.mechanisms.stages import ClippedSum
 
@@ -110,7 +110,7 @@ class PassRunner:
                 self._halve(drawn, chunk)
                 pending = self._plan(drawn, chunk) + pending
                 continue
-            total = part if total is None else _add(total, part)
+            total = part if total is None else add_sums(total, part)
         if total is None:
             axis = RecordAxis.of([0] * len(draws), adapted.device)
             bound = mechanism.privacy.max_grad_norm
@@ -225,10 +225,6 @@ def refuse_packed(batch: Mapping[str, Any]) -> None:
         raise ModelError(
             f"batch: field {packed[0]} says that records are packed into rows; switch packing off"
         )
-
-
-def _add(total: ClippedSum, part: ClippedSum) -> ClippedSum:
-    return replace(total, blocks=total.blocks.like(total.blocks.flat + part.blocks.flat))
 
 
 def _out_of_memory(problem: BaseException) -> bool:

@@ -342,6 +342,9 @@ def test_a_torn_anchor_slot_leaves_the_other(path: Path, slot: int) -> None:
         stream.seek(slot + 60)
         stream.write(b"torn")
     grow(path, 1, start=9)
+    with open_ledger(path, secret=SECRET) as ledger:
+        ledger.verify()
+        assert sum(len(ledger.rounds(account)) for account in ledger.accounts()) == 4
 
 
 def test_a_missing_ledger_beside_its_anchor_is_not_started_anew(path: Path) -> None:
