@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import DeploymentError
 
+if TYPE_CHECKING:
+    from fedlora.cli.serving import ServerRole
+
 _LOG = logging.getLogger("fedlora.server")
 
 app = typer.Typer(help="Start the server of a real federation.", rich_markup_mode=None, add_completion=False)
+
+CertsOption = Annotated[Path, typer.Option("--certs", help="Folder with ca.crt, server.crt and server.key.")]
+AllowOption = Annotated[Path, typer.Option("--allow", help="The allow-list of sites.")]
+StateOption = Annotated[Path, typer.Option("--state", help="Folder for what outlives the process.")]
+HostOption = Annotated[str, typer.Option("--host", help="0.0.0.0 for all interfaces, or 127.0.0.1.")]
+PortOption = Annotated[int, typer.Option("--port", help="TCP port; from deployment.superlink unless given.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run of --state.")]
+NewOption = Annotated[bool, typer.Option("--new", help="Start a new run although one is unfinished.")]
+OnceOption = Annotated[
+    bool,
+    typer.Option(
+        "--once", help="Go on if a run is unfinished, start one if there was none, else do nothing."
+    ),
+]
+StayOption = Annotated[bool, typer.Option("--stay", help="Keep serving after the run is over.")]
+RestartsOption = Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a crash.")]
+MetricsOption = Annotated[str, typer.Option("--metrics", help="host:port for Prometheus metrics and health.")]
 
 
 @app.command()
@@ -21,32 +41,17 @@ def server(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     overlay: OverlayOption = None,
-    certs: Annotated[
-        Path, typer.Option("--certs", help="Folder with ca.crt, server.crt and server.key.")
-    ] = Path("certs"),
-    allow: Annotated[Path, typer.Option("--allow", help="The allow-list of sites.")] = Path("allow.json"),
-    state: Annotated[Path, typer.Option("--state", help="Folder for what outlives the process.")] = Path(
-        "server-state"
-    ),
-    host: Annotated[str, typer.Option("--host", help="0.0.0.0 for all interfaces, or 127.0.0.1.")] = "",
-    port: Annotated[
-        int, typer.Option("--port", help="TCP port; from deployment.superlink unless given.")
-    ] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the unfinished run of --state.")
-    ] = False,
-    new: Annotated[bool, typer.Option("--new", help="Start a new run although one is unfinished.")] = False,
-    once: Annotated[
-        bool,
-        typer.Option(
-            "--once", help="Go on if a run is unfinished, start one if there was none, else do nothing."
-        ),
-    ] = False,
-    stay: Annotated[bool, typer.Option("--stay", help="Keep serving after the run is over.")] = False,
-    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a crash.")] = 5,
-    metrics: Annotated[
-        str, typer.Option("--metrics", help="host:port for Prometheus metrics and health.")
-    ] = "",
+    certs: CertsOption = Path("certs"),
+    allow: AllowOption = Path("allow.json"),
+    state: StateOption = Path("server-state"),
+    host: HostOption = "",
+    port: PortOption = 0,
+    resume: ResumeOption = False,
+    new: NewOption = False,
+    once: OnceOption = False,
+    stay: StayOption = False,
+    max_restarts: RestartsOption = 5,
+    metrics: MetricsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Start the server, wait for the sites, run the configuration, and stop when it is done.
@@ -60,8 +65,27 @@ def server(
 
     Example: fedlora server run.yaml --once  (for service managers that start it again and again)
     """
-    from fedlora.cli.metrics import MetricsServer
-    from fedlora.cli.processes import StopSignals
+    places = (certs, allow, state)
+    role = _role(
+        config, overrides, overlay, places, (host, port), max_restarts, stay=stay, choice=(resume, new, once)
+    )
+    status = _serve(role, metrics)
+    result = {"status": status, "run_id": role.run_id, "folder": str(role.run_folder)}
+    emit(result, as_json=as_json, text=f"run {role.run_id}: {status}; folder {role.run_folder}")
+
+
+def _role(
+    config: str,
+    overrides: list[str] | None,
+    overlay: list[str] | None,
+    places: tuple[Path, Path, Path],
+    address: tuple[str, int],
+    max_restarts: int,
+    *,
+    stay: bool,
+    choice: tuple[bool, bool, bool],
+) -> ServerRole:
+    """Read the configuration and prepare the role: places are certs, allow-list, state; choice resume, new, once."""
     from fedlora.cli.serving import ServerPlan, ServerRole
     from fedlora.config import load
     from fedlora.simulation.appdir import find_app_dir
@@ -72,25 +96,31 @@ def server(
     given_host, given_port = _address(loaded.config.deployment.superlink)
     plan = ServerPlan(
         config=loaded.config,
-        certs=certs,
-        allow=allow,
-        state=state,
-        host=host or given_host,
-        port=port or given_port,
+        certs=places[0],
+        allow=places[1],
+        state=places[2],
+        host=address[0] or given_host,
+        port=address[1] or given_port,
         run_dir=Path(loaded.config.run.dir).absolute(),
         max_restarts=max_restarts,
         stay=stay,
     )
+    resume, new, once = choice
+    return ServerRole(plan, app_dir=find_app_dir(), resume=resume, new=new, once=once)
+
+
+def _serve(role: ServerRole, metrics: str) -> str:
+    """Run the role until it is over or asked to stop, with its metrics endpoint if one is wanted."""
+    from fedlora.cli.metrics import MetricsServer
+    from fedlora.cli.processes import StopSignals
+
     stop = StopSignals()
-    role = ServerRole(plan, app_dir=find_app_dir(), resume=resume, new=new, once=once)
     endpoint = MetricsServer(metrics, role.registry, role.ready) if metrics else None
     try:
-        status = role.serve(stop)
+        return role.serve(stop)
     finally:
         if endpoint is not None:
             endpoint.close()
-    result = {"status": status, "run_id": role.run_id, "folder": str(role.run_folder)}
-    emit(result, as_json=as_json, text=f"run {role.run_id}: {status}; folder {role.run_folder}")
 
 
 def _address(text: str) -> tuple[str, int]:
