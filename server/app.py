@@ -14,8 +14,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.simulation.settings import RunResult, ServerSettings, take_settings
-from server.finish import add_clients_ledger, finish
-from server.from_context import settings_from_context
+from server.finish import add_clients_ledger, finish, record_failure
+from server.from_context import folder_from_context, settings_from_context
 from server.setup import build_server
 
 _LOG = logging.getLogger(__name__)
@@ -28,7 +28,13 @@ def main(grid: Grid, context: Context) -> None:
     """Run one federated training."""
     settings = take_settings(context.run_id)
     if settings is None:
-        settings = settings_from_context(context)
+        try:
+            settings = settings_from_context(context)
+        except Exception as error:
+            place = folder_from_context(context)
+            if place is not None:
+                record_failure(place, error)
+            raise
     settings.result = run(grid, settings)
     if settings.expect is not None:
         settings.result = add_clients_ledger(settings.result, settings)
@@ -44,6 +50,14 @@ def run(grid: Grid, settings: ServerSettings) -> RunResult:
     Raises:
         FedLoraError: whatever ends the run early; the run folder then says "failed" and why.
     """
+    try:
+        return _run(grid, settings)
+    except Exception as error:
+        record_failure(settings.folder, error)
+        raise
+
+
+def _run(grid: Grid, settings: ServerSettings) -> RunResult:
     started = time.perf_counter()
     server = build_server(settings, grid)
     try:
@@ -52,11 +66,7 @@ def run(grid: Grid, settings: ServerSettings) -> RunResult:
         if settings.resume:
             server.loop.resume()
         rounds_started = time.perf_counter()
-        try:
-            status = server.loop.run()
-        except Exception as error:
-            server.folder.write_json("summary.json", {"status": "failed", "error": type(error).__name__})
-            raise
+        status = server.loop.run()
         server.seconds["rounds"] = time.perf_counter() - rounds_started
         return finish(server, status, time.perf_counter() - started)
     finally:

@@ -11,9 +11,11 @@ from typing import Any
 
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import FedLoraError
+from fedlora.simulation.overlap import find_sharing
+from fedlora.simulation.prepare import make_federation
 from fedlora.simulation.run import open_clients_ledger
 from fedlora.simulation.settings import RunResult, ServerSettings
-from fedlora.training.port import Packet, encode_packet
+from fedlora.training.port import Packet, encode_packet, where_it_failed
 from fedlora.wire.codec import to_arrays
 from fedlora.wire.payload import AdapterPayload
 from server.folder import RunFolder, write_atomically, write_ledger
@@ -34,7 +36,11 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     settings = server.settings
     config = settings.config
     started = time.perf_counter()
+    receipts = server.answers.receipts
     warnings = list(server.answers.mirror.differences())
+    if receipts is not None:
+        warnings += receipts.differences()
+        server.folder.write_json("ledger-receipts.json", receipts.table())
     if is_seeded(config):
         warnings.append("NO PRIVACY: the noise source is seeded for tests")
     save_payload(server.folder.path / "adapter.flr", server.strategy.payload)
@@ -58,6 +64,24 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     return result
 
 
+def record_failure(folder: Path, error: BaseException) -> None:
+    """Write what ended a run, before its first round or later, as `summary.json`: class, message, exit code.
+
+    A foreign error's message may quote anything, so of it only class and place are kept.
+    """
+    known = isinstance(error, FedLoraError)
+    record = {
+        "status": "failed",
+        "error": type(error).__name__,
+        "message": str(error) if known else where_it_failed(error),
+        "exit_code": error.exit_code if isinstance(error, FedLoraError) else 1,
+    }
+    try:
+        RunFolder(folder).write_json("summary.json", record)
+    except OSError as problem:
+        _LOG.error("summary.json: cannot be written (%s)", problem.strerror)
+
+
 def add_clients_ledger(result: RunResult, settings: ServerSettings) -> RunResult:
     """Write the accounts of a simulation on Flower's engine; the ledger's largest epsilon is the run's."""
     book = open_clients_ledger(settings.config, None)
@@ -67,16 +91,22 @@ def add_clients_ledger(result: RunResult, settings: ServerSettings) -> RunResult
         epsilon = write_ledger(settings.folder, book, settings.config, settings.expect or ())
     finally:
         book.close()
-    final = replace(result, epsilon=result.epsilon if epsilon is None else epsilon)
+    federation = make_federation(settings.config)
+    sharing = find_sharing(federation.config, federation.rows, federation.parts)
+    told = () if sharing is None else sharing.warnings
+    highest = result.epsilon if epsilon is None else epsilon
+    final = replace(result, epsilon=highest, warnings=(*result.warnings, *told))
     RunFolder(settings.folder).write_json("summary.json", final)
     return final
 
 
 def _final_epsilon(server: Server) -> float | None:
-    """Return the largest epsilon that is known: reported by a ledger, or implied by this run's events."""
+    """Return the largest epsilon that is known: from a ledger, this run's events, or receipts and unanswered rounds."""
     if isinstance(server.settings.config.privacy, ClientPrivacy):
         return server.charge.epsilon()
+    receipts = server.answers.receipts
     known = [server.answers.mirror.largest_said, server.answers.mirror.largest()]
+    known.append(None if receipts is None else receipts.largest())
     return max((one for one in known if one is not None), default=None)
 
 

@@ -42,6 +42,12 @@ def settings_from_context(context: Context) -> ServerSettings:
     return ServerSettings(prepared.config, run_id, folder, resume=resume, bench=prepared.bench)
 
 
+def folder_from_context(context: Context) -> Path | None:
+    """Return the run folder that `fedlora server` asked for, before any configuration is read; else None."""
+    parts = [str(context.run_config.get(key, "")) for key in ("run-dir", "run-id")]
+    return Path(parts[0]) / parts[1] if all(parts) else None
+
+
 def _simulated(context: Context) -> ServerSettings:
     plan = read_plan(context.run_config, context.run_id, _APP_DIR)
     federation = make_federation(plan.config)

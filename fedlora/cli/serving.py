@@ -19,7 +19,14 @@ from fedlora.cli.keyring import AllowList
 from fedlora.cli.metrics import Registry
 from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate
 from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
-from fedlora.cli.serving_files import absolute_sources, control_token, ended_with, last_line, read_json
+from fedlora.cli.serving_files import (
+    absolute_sources,
+    control_token,
+    ended_with,
+    forget_failure,
+    last_line,
+    read_json,
+)
 from fedlora.cli.state import AuditLog, StateFile
 from fedlora.cli.superlink import ENV_CONTROL_TOKEN, ENV_OPEN_FILE
 from fedlora.config import FedLoraConfig, save_resolved
@@ -243,6 +250,7 @@ class ServerRole:
             "run-dir": str(plan.run_dir),
             "resume": self._resume,
         }
+        forget_failure(self.run_folder)
         self._flower_run = self._asked().start_run(build_bundle(self._app_dir), settings)
         self._state.update(status="running", run_id=self.run_id, folder=str(self.run_folder))
         self._audit.write("run started", run=self.run_id, flower_run=self._flower_run, resume=self._resume)
@@ -337,7 +345,9 @@ class ServerRole:
             raise DeploymentError(
                 f"run {self.run_id} could not start: {state.details.partition(RAISED)[2].strip()[:500]}"
             )
-        self._again(f"ServerApp ended ({state.sub_status} {state.details})")
+        self._again(
+            f"ServerApp ended ({state.sub_status} {state.details}) {summary.get('message', '')}".strip()
+        )
         return None
 
     def _again(self, why: str) -> None:

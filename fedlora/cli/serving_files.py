@@ -62,6 +62,13 @@ def last_line(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def forget_failure(folder: Path) -> None:
+    """Remove an earlier start's failure from a run folder, or it would be taken for the next start's."""
+    summary = folder / "summary.json"
+    if read_json(summary).get("status") == "failed":
+        summary.unlink()
+
+
 def ended_with(kind: type[FedLoraError], message: str) -> FedLoraError:
     """Build an error of another process's class, so that the exit code is that of its cause."""
     error = kind.__new__(kind)

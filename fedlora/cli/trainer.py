@@ -15,6 +15,9 @@ from fedlora.cli.metrics import MetricsServer, Registry
 from fedlora.cli.processes import StopSignals
 from fedlora.cli.state import AuditLog, StateFile
 from fedlora.config.trainer import TrainerConfig, load_trainer, site_path
+from fedlora.errors import FedLoraError
+from fedlora.training.port import Packet, unpack_request
+from fedlora.wire.fingerprint import payload_fingerprint
 
 _LOG = logging.getLogger("fedlora.trainer")
 
@@ -132,7 +135,7 @@ class RunningTrainer:
     def _path(self, value: str | None) -> Path | None:
         return None if value is None else site_path(self._file, value)
 
-    def _served(self, packet: Any, answer: Any, seconds: float) -> None:
+    def _served(self, packet: Packet, answer: Packet, seconds: float) -> None:
         """Count and audit one request; only public facts are written."""
         op = str(packet.header.get("op"))[:20]
         self._registry.add("fedlora_requests_total", op=op)
@@ -140,18 +143,29 @@ class RunningTrainer:
         if op != "round":
             return
         run, number = str(packet.header.get("run_id"))[:200], packet.header.get("round")
+        overhead = self._overhead(seconds)
         replies = answer.header.get("replies")
         if not isinstance(replies, list):
             self._audit.write("round failed", run=run, round=number, error=answer.header.get("message"))
             self._registry.add("fedlora_rounds_total", status="failed")
             return
+        common = {"run": run, "round": number, "adapter": _adapter(packet), "overhead_seconds": overhead}
         for reply in replies:
-            self._one(run, number, reply)
+            self._one(common, reply)
 
-    def _one(self, run: str, number: object, reply: Mapping[str, Any]) -> None:
+    def _overhead(self, seconds: float) -> float:
+        """Publish where the last round's time went; return what was neither training nor loading the model."""
+        parts = dict(self._site.trainer.last_timings)
+        for part, value in parts.items():
+            self._registry.set("fedlora_round_seconds", value, part=part)
+        overhead = max(0.0, seconds - parts.get("train", 0.0) - parts.get("open", 0.0))
+        self._registry.set("fedlora_round_overhead_seconds", overhead)
+        return round(overhead, 4)
+
+    def _one(self, common: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         status, client = str(reply["status"]), str(reply["client"])
         self._registry.add("fedlora_rounds_total", status=status)
-        fields: dict[str, Any] = {"run": run, "round": number, "client": client, "status": status}
+        fields: dict[str, Any] = {**common, "client": client, "status": status}
         epsilon = reply.get("epsilon")
         if isinstance(epsilon, int | float) and math.isfinite(epsilon):
             self._registry.set("fedlora_epsilon_spent", float(epsilon), client=client)
@@ -159,13 +173,27 @@ class RunningTrainer:
         if reply.get("error") is not None:
             fields["error"] = reply["error"]
         self._audit.write("round", **fields, steps=reply.get("steps"), ledger_head=reply.get("ledger_head"))
-        _LOG.info("round %s of %s: %s %s", number, run, client, status)
+        _LOG.info("round %s of %s: %s %s", common["round"], common["run"], client, status)
+
+
+def _adapter(packet: Packet) -> str | None:
+    """Return the fingerprint of the global adapter that a round's request carries."""
+    try:
+        return payload_fingerprint(unpack_request(packet).payload)
+    except FedLoraError:
+        return None
 
 
 def _registry() -> Registry:
     registry = Registry()
     registry.describe("fedlora_requests_total", "counter", "Requests served on the trainer's socket.")
     registry.describe("fedlora_request_seconds_total", "counter", "Seconds spent on requests.")
+    registry.describe("fedlora_round_seconds", "gauge", "Seconds of the last round by part.")
+    registry.describe(
+        "fedlora_round_overhead_seconds",
+        "gauge",
+        "Seconds of the last round outside training and model loading.",
+    )
     registry.describe("fedlora_rounds_total", "counter", "Client rounds by outcome.")
     registry.describe("fedlora_epsilon_spent", "gauge", "Epsilon that the client's own ledger says is spent.")
     return registry

@@ -83,7 +83,7 @@ def decode_packet(data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Packet:
         record = json.loads(data[_PREFIX.size : _PREFIX.size + header_bytes])
         header, specs = dict(record["header"]), list(record["arrays"])
         arrays = _read_arrays(specs, memoryview(data)[_PREFIX.size + header_bytes :])
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
         raise WireError(f"packet: malformed header ({type(problem).__name__})") from None
     return Packet(header, arrays)
 

@@ -26,6 +26,7 @@ from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.errors import PolicyRefusedError, StaleRoundError, WireError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
 from fedlora.names import WIRE_SCHEMA
+from fedlora.training.fields import BROKEN
 from fedlora.training.port import SECAGG, Packet
 from fedlora.training.requests import ClientReply, RoundRequest
 from fedlora.wire.payload import AdapterPayload
@@ -67,7 +68,7 @@ def unpack_plan(record: Mapping[str, Any]) -> SecAggPlan:
             float(record["threshold_share"]),
             int(record["least_clients"]),
         )
-    except (KeyError, TypeError, ValueError) as problem:
+    except BROKEN as problem:
         raise WireError(f"secure aggregation: malformed plan ({type(problem).__name__})") from None
 
 
