@@ -7,9 +7,8 @@ import logging
 import secrets
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedlora import errors
 from fedlora.cli.bundle import build_bundle
@@ -20,6 +19,7 @@ from fedlora.cli.metrics import Registry
 from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate
 from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
 from fedlora.cli.serving_files import (
+    RunFile,
     absolute_sources,
     control_token,
     ended_with,
@@ -90,33 +90,6 @@ class ServerPlan:
             raise DeploymentError(f"allow-list {self.allow}: no site is allowed; use `fedlora keys allow`")
         if not port_is_free(self.host, self.port):
             raise DeploymentError(f"port {self.port}: in use already; is another server running?")
-
-
-@dataclass
-class RunFile:
-    """The run in progress, kept on disk so that a new process can go on with it."""
-
-    path: Path
-    run_id: str = ""
-    finished: bool = True
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, state: Path) -> RunFile:
-        """Read the file; a missing one means that nothing is in progress."""
-        path = state / "run.json"
-        try:
-            record = json.loads(path.read_text())
-            return cls(path, str(record["run_id"]), bool(record["finished"]), dict(record.get("fields", {})))
-        except FileNotFoundError:
-            return cls(path)
-        except (OSError, ValueError, KeyError):
-            raise CheckpointError(f"{path}: cannot be read; give --new to start another run") from None
-
-    def write(self) -> None:
-        """Write the file durably."""
-        record = {"run_id": self.run_id, "finished": self.finished, "fields": self.fields}
-        write_file(self.path, (json.dumps(record) + "\n").encode(), mode=PUBLIC, replace=True)
 
 
 class ServerRole:

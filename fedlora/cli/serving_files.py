@@ -5,13 +5,41 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedlora import errors
-from fedlora.cli.files import write_file
+from fedlora.cli.files import PUBLIC, write_file
 from fedlora.config import FedLoraConfig, config_container, config_from_container
-from fedlora.errors import FedLoraError
+from fedlora.errors import CheckpointError, FedLoraError
+
+
+@dataclass
+class RunFile:
+    """The run in progress, kept on disk so that a new process can go on with it."""
+
+    path: Path
+    run_id: str = ""
+    finished: bool = True
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, state: Path) -> RunFile:
+        """Read the file; a missing one means that nothing is in progress."""
+        path = state / "run.json"
+        try:
+            record = json.loads(path.read_text())
+            return cls(path, str(record["run_id"]), bool(record["finished"]), dict(record.get("fields", {})))
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError, KeyError):
+            raise CheckpointError(f"{path}: cannot be read; give --new to start another run") from None
+
+    def write(self) -> None:
+        """Write the file durably."""
+        record = {"run_id": self.run_id, "finished": self.finished, "fields": self.fields}
+        write_file(self.path, (json.dumps(record) + "\n").encode(), mode=PUBLIC, replace=True)
 
 
 def absolute_sources(config: FedLoraConfig) -> FedLoraConfig:
