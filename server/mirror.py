@@ -25,18 +25,21 @@ class LedgerMirror:
         self._config = config
         self._spent: dict[str, dict[str, int]] = {}
         self._said: dict[str, float] = {}
+        self._last: dict[str, float] = {}
         self._known: dict[Spent, float] = {}
         self._fresh: float | None = None
 
     def memory(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
         said = {client: str(value) for client, value in self._said.items()}
-        return {"spent": self._spent, "said": said}
+        last = {client: str(value) for client, value in self._last.items()}
+        return {"spent": self._spent, "said": said, "last": last}
 
     def restore(self, memory: Mapping[str, Any]) -> None:
         """Take back what `memory` returned."""
         self._spent = {client: dict(counts) for client, counts in memory["spent"].items()}
         self._said = {client: float(said) for client, said in memory["said"].items()}
+        self._last = {client: float(said) for client, said in memory.get("last", memory["said"]).items()}
 
     def note(self, reply: ClientReply) -> None:
         """Count one accepted or rejected update: it was released, so it is spent."""
@@ -46,10 +49,11 @@ class LedgerMirror:
         counts = self._spent.setdefault(reply.client, {})
         counts[key] = counts.get(key, 0) + reply.steps
         if reply.epsilon is not None:
-            self._said[reply.client] = reply.epsilon
+            self._said[reply.client] = max(reply.epsilon, self._said.get(reply.client, 0.0))
+            self._last[reply.client] = reply.epsilon
             self._fresh = max(self._fresh or 0.0, reply.epsilon)
         else:
-            self._said.pop(reply.client, None)
+            self._last.pop(reply.client, None)
 
     def start_round(self) -> None:
         """Forget which figures are new."""
@@ -62,7 +66,7 @@ class LedgerMirror:
 
     @property
     def largest_said(self) -> float | None:
-        """Largest epsilon that a client's own ledger reports; None if none reports one."""
+        """Largest epsilon that a client's own ledger ever reported; a lower figure later does not replace it."""
         return max(self._said.values()) if self._said else None
 
     def largest(self) -> float | None:
@@ -77,7 +81,7 @@ class LedgerMirror:
         if isinstance(self._config.privacy, NoPrivacy):
             return []
         lines = []
-        for client, said in sorted(self._said.items()):
+        for client, said in sorted(self._last.items()):
             implied = self._epsilon(client)
             if not (said >= implied - 1e-9 * max(1.0, implied)):
                 lines.append(f"client {client} reports epsilon {said:.6g}, its events imply {implied:.6g}")

@@ -75,6 +75,7 @@ class FedLoraStrategy(Strategy):
         roster: node id to the logical clients that live there.
         on_reply: called with every client's answer, used or not (ledger mirror): what was released is spent.
         specs: client to its own ranks and scalings, where they differ from the layout (mixed modes).
+        on_ask: called with round and clients before they are asked; returns what each is told of its own ledger.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FedLoraStrategy(Strategy):
         *,
         on_reply: Callable[[ClientReply], None] | None = None,
         specs: Mapping[str, Mapping[str, ModuleSpec]] | None = None,
+        on_ask: Callable[[int, Sequence[str]], Mapping[str, Mapping[str, Any]]] | None = None,
     ) -> None:
         """Bind the parts; nothing is sent yet."""
         self.facts, self.aggregator, self.sampler = facts, aggregator, sampler
@@ -94,7 +96,8 @@ class FedLoraStrategy(Strategy):
         self.full: AdapterPayload | None = None
         self.recipe: str | None = None
         self.rounds: list[RoundRecord] = []
-        self._on_reply = on_reply
+        self._on_reply, self._on_ask = on_reply, on_ask
+        self._told: Mapping[str, Mapping[str, Any]] = {}
         self._specs = {client: dict(own) for client, own in (specs or {}).items()}
         self._home: dict[str, int] = {}
         self._sent: list[tuple[Message, tuple[str, ...]]] = []
@@ -140,6 +143,8 @@ class FedLoraStrategy(Strategy):
             if self._home[client] in online:
                 groups.setdefault((self._home[client], repr(self._specs.get(client))), []).append(client)
         self._sent = []
+        reached = sorted(client for clients in groups.values() for client in clients)
+        self._told = {} if self._on_ask is None else self._on_ask(server_round, reached)
         for (node, _), clients in sorted(groups.items()):
             request = self._request(server_round, clients)
             packet = pack_request(request)
@@ -169,6 +174,7 @@ class FedLoraStrategy(Strategy):
             steps=self.facts.steps,
             reduce=self.aggregator.can_reduce and len(clients) > 1 and not self.facts.secure,
             withhold=self.facts.secure,
+            known={client: self._told[client] for client in clients if client in self._told},
         )
 
     def aggregate_train(

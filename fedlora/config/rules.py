@@ -168,6 +168,13 @@ def group_rules(v: View) -> Iterator[Problem]:
     if v.unit == "record" and v("privacy.group_by") is None and count is not None and count > 1:
         text = "needs privacy.group_by: the column that names each person"
         yield Problem("privacy.max_records_per_group", text)
+    if v.unit == "record" and count is not None and count > 1:
+        if v("privacy.adjacency") == "replace_one":
+            text = "above 1 has no known bound under replace_one; use 1 record per person, or add_or_remove"
+            yield Problem("privacy.max_records_per_group", text)
+        if v.mechanism == "noisy_projection":
+            text = "above 1 has no known bound under noisy_projection; use 1, or another mechanism"
+            yield Problem("privacy.max_records_per_group", text)
 
 
 def step_choice(v: View) -> Iterator[Problem]:
@@ -259,6 +266,19 @@ def federation_sizes(v: View) -> Iterator[Problem]:
         yield Problem("federation.min_replies", text)
 
 
+def member_rules(v: View) -> Iterator[Problem]:
+    """A group's members are distinct and enough; a frozen head is not trained by another name."""
+    members, least = v("federation.members"), v.number("federation.min_replies")
+    if isinstance(members, list | tuple):
+        if len(set(map(str, members))) != len(members):
+            yield Problem("federation.members", "names a client twice; name each once")
+        if least is not None and least > len(members):
+            text = f"is above the number of federation.members ({len(members)}); lower it"
+            yield Problem("federation.min_replies", text)
+    if v("adapter.freeze_head") is True and v("adapter.modules_to_save", []):
+        yield Problem("adapter.modules_to_save", "names trained modules, but adapter.freeze_head is true; set []")
+
+
 def aggregation_keys(v: View) -> Iterator[Problem]:
     """Keys of the aggregation that only some kinds read."""
     for key in ("rank", "max_rank"):
@@ -326,6 +346,7 @@ RULES: tuple[Rule, ...] = (
     public_eval_choice,
     label_count,
     quantization_package,
+    member_rules,
 )
 
 

@@ -60,7 +60,7 @@ class SiteDataConfig(Section):
     """Where this site's records are; `partition` only where one node hosts several logical clients.
 
     `name` is the data set's name in the ledger: changed content keeps what was spent under it. With `group_by`
-    (the column that names each person) one record of each person is used.
+    (the column that names each person) at most `max_records_per_group` records of each person are used.
     """
 
     source: Source
@@ -68,6 +68,7 @@ class SiteDataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     template: str | None = None
     group_by: str | None = None
+    max_records_per_group: Count = 1
     partition: Annotated[ColumnPartition | FilesPartition, Field(discriminator="kind")] | None = None
 
 
@@ -80,10 +81,15 @@ class SiteBudgetConfig(BudgetConfig):
 
 
 class LedgerConfig(Section):
-    """The ledger's SQLAlchemy URL and the file of the secret that keys its hash chain."""
+    """The ledger's SQLAlchemy URL, the file of the secret that keys its hash chain, and its anchor.
+
+    `anchor` remembers the newest head; by default it lies beside a SQLite file. Put it outside the ledger's
+    backups, so that an old backup put back is seen; behind another URL there is none unless it is named.
+    """
 
     url: str = Field(min_length=1)
     secret_file: str | None = None
+    anchor: str | None = Field(default=None, min_length=1)
 
 
 class SitePolicy(Section):
@@ -114,6 +120,19 @@ class SitePolicy(Section):
     allow_remote_code: bool = False
 
 
+class SecureSumsConfig(Section):
+    """What this site asks of secure aggregation, whatever the server says.
+
+    Attributes:
+        peers: client to its site's identity: the `.pub` file beside its identity key, or 64 hex digits. With peers
+            pinned, keys that their identities did not sign are refused; without, the server is trusted with them.
+        least_clients: fewest clients whose sum may be opened.
+    """
+
+    peers: dict[str, str] = Field(default_factory=dict)
+    least_clients: int = Field(default=2, ge=2)
+
+
 class OperationsConfig(Section):
     """What operators watch: the audit log, and a local address for health and metrics."""
 
@@ -132,6 +151,7 @@ class TrainerConfig(Section):
     budget: SiteBudgetConfig
     policy: SitePolicy
     operations: OperationsConfig = OperationsConfig()
+    secure_sums: SecureSumsConfig = SecureSumsConfig()
 
 
 def trainer_problems(container: Mapping[str, Any]) -> list[Problem]:
@@ -153,6 +173,17 @@ def trainer_problems(container: Mapping[str, Any]) -> list[Problem]:
             "person needs data.group_by (the column that names each person), and data.group_by needs person"
         )
         problems.append(Problem("budget.unit", text))
+    most = view.number("data.max_records_per_group", 1)
+    if (
+        most is not None
+        and most > 1
+        and (view("data.group_by") is None or view("budget.adjacency") != "add_or_remove")
+    ):
+        text = "above 1 needs data.group_by and budget.adjacency add_or_remove (no other bound is known)"
+        problems.append(Problem("data.max_records_per_group", text))
+    if view("secure_sums.peers") and view("site.identity_key") is None:
+        text = "pinned peers need site.identity_key, so that they can know this site too"
+        problems.append(Problem("secure_sums.peers", text))
     if isinstance(mechanisms, list) and not mechanisms:
         problems.append(
             Problem("policy.mechanisms", "is empty, so nothing could ever run; name at least one")

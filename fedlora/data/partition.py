@@ -20,6 +20,7 @@ from fedlora.config.schema import (
 )
 from fedlora.data.rows import Index, Rows
 from fedlora.errors import DataError
+from fedlora.ledger import person_key
 
 _PARTITION_STREAM = 1
 
@@ -157,17 +158,21 @@ def check_disjoint(split: Mapping[str, Index], num_records: int) -> None:
 def bound_groups(groups: Sequence[Any], index: Index, max_records: int) -> Index:
     """Keep at most `max_records` records of each group (person) in one client's share.
 
-    The first ones in the data's order are kept, so that the choice never changes between steps.
+    The first ones in the data's order are kept, so that the choice never changes between steps and one
+    person's records never decide about another's.
 
     Args:
         groups: the group of every record of the data set, by position.
         index: one client's positions.
         max_records: >= 1.
+
+    Raises:
+        DataError: if a record has no person.
     """
     seen: dict[str, int] = {}
     kept = []
     for place in index:
-        group = str(groups[int(place)])
+        group = person_key(groups[int(place)], int(place))
         seen[group] = seen.get(group, 0) + 1
         if seen[group] <= max_records:
             kept.append(int(place))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlora.ledger.contribution import ContributionBound, bound_contributions, person_event
+from fedlora.ledger.contribution import ContributionBound, bound_contributions, person_event, person_key
 from fedlora.ledger.fingerprints import (
     Overlap,
     RecordSketch,
@@ -52,5 +52,6 @@ __all__ = [
     "noise_metric",
     "open_ledger",
     "person_event",
+    "person_key",
     "sketch_records",
 ]

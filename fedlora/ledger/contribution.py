@@ -45,7 +45,7 @@ def bound_contributions(
     records only, at most `max_records` of them.
 
     Args:
-        groups: the person of each record, in record order, SENSITIVE. None is not a person.
+        groups: the person of each record, in record order, SENSITIVE (compared by `person_key`).
         max_records: >= 1.
         secret: the client's key; makes the choice unpredictable and repeatable, SENSITIVE.
         adjacency: neighbouring relation of the guarantee, on persons.
@@ -61,23 +61,39 @@ def bound_contributions(
             f"max_records_per_group: got {max_records} with adjacency {adjacency}; allowed: 1, or add_or_remove; "
             "set max_records_per_group to 1"
         )
-    members: dict[Hashable, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for position, person in enumerate(groups):
-        if person is None:
-            raise DataError(
-                f"group_by: record {position} has no value; required: a person for each; fill or drop it"
-            )
-        members.setdefault(person, []).append(position)
+        members.setdefault(person_key(person, position), []).append(position)
     key = chain.derive_key(secret, "contribution")
     kept: list[int] = []
     for person, positions in members.items():
         # Ranks within the person, not positions, so that other people's records do not matter.
-        label = f"{type(person).__name__}\x1f{person!r}".encode()
+        label = person.encode("utf-8", "surrogatepass")
         ranked = sorted(
             range(len(positions)), key=lambda rank: hmac.digest(key, label + b"\x1f%d" % rank, "sha256")
         )
         kept.extend(positions[rank] for rank in ranked[:max_records])
     return ContributionBound(tuple(sorted(kept)), max_records, "person", _statement(max_records))
+
+
+def person_key(value: object, position: int) -> str:
+    """Return the text by which a person is known: 7, 7.0, "7" and " 7 " are one person.
+
+    Args:
+        value: a record's entry in the `group_by` column, SENSITIVE.
+        position: the record's place, for the message.
+
+    Raises:
+        DataError: if the value is missing, empty or NaN: records without a person cannot be bounded.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = "" if value is None or value != value else str(value).strip()
+    if not text:
+        raise DataError(
+            f"group_by: record {position} has no value; required: a person for each; fill or drop it"
+        )
+    return text
 
 
 def _statement(max_records: int) -> str:

@@ -276,6 +276,7 @@ class Journal:
         if state is not None and state.seq == seq:
             if state.mac != mac:
                 raise integrity_error(seq, "was exchanged")
+            self._define(connection, state)  # a refused request leaves its event's row without an entry
             return state
         if seq < self._floor[0]:
             self._state = None

@@ -11,14 +11,14 @@ import math
 import os
 import sqlite3
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from fedlora.accounting import Event, compose, epsilon_of
 from fedlora.errors import AuthenticationError, FedLoraError, LedgerError
 from fedlora.ledger.chain import canonical_json, decode_head
+from fedlora.ledger.mirror_types import MirrorFlag, MirrorReport
 from fedlora.ledger.receipts import Receipt, SignedReceipt, verify_receipt
 from fedlora.ledger.types import Account
 
@@ -33,54 +33,11 @@ CREATE TABLE IF NOT EXISTS asked (
   client TEXT NOT NULL, dataset TEXT NOT NULL, run_id TEXT NOT NULL, server_round INTEGER NOT NULL,
   event TEXT NOT NULL, steps INTEGER NOT NULL,
   PRIMARY KEY (client, dataset, run_id, server_round));
+CREATE TABLE IF NOT EXISTS heads (client TEXT PRIMARY KEY, head TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS flags (
   id INTEGER PRIMARY KEY, client TEXT NOT NULL, dataset TEXT NOT NULL, code TEXT NOT NULL, text TEXT NOT NULL,
   UNIQUE (client, dataset, code, text));
 """
-
-
-@dataclass(frozen=True)
-class MirrorFlag:
-    """One difference. `code` is stable; `text` names figures.
-
-    Codes: bad-signature, key-changed, unreadable (the receipt was not taken); rollback,
-    another-ledger, missing-events, lower-epsilon, event-differs, steps-differ, second-release, terms-changed
-    (it was taken and the difference is reported).
-    """
-
-    client: str
-    dataset: str
-    code: str
-    text: str
-
-
-@dataclass(frozen=True)
-class MirrorReport:
-    """What the server may say about one account.
-
-    Attributes:
-        account: whose.
-        epsilon: the figure that stands: the larger of the other two.
-        claimed: largest epsilon that the client's receipts claim (over all its runs).
-        recomputed: from the receipts and the unanswered rounds that this server knows.
-        delta: of all figures.
-        adjacency: neighbouring relation.
-        unit: unit of the guarantee.
-        unanswered: rounds asked for without a receipt; counted as spent in full.
-        head: newest chain head known; send it along, so that the client can detect its own rollback.
-        flags: differences.
-    """
-
-    account: Account
-    epsilon: float
-    claimed: float
-    recomputed: float
-    delta: float
-    adjacency: str
-    unit: str
-    unanswered: tuple[tuple[str, int], ...]
-    head: str
-    flags: tuple[MirrorFlag, ...]
 
 
 class Mirror:
@@ -100,6 +57,7 @@ class Mirror:
         self._path = Path(path)
         self._lock = threading.RLock()
         self._pinned = dict(keys or {})
+        self._known: dict[tuple[Any, ...], float] = {}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self._path, check_same_thread=False, timeout=30.0)
@@ -124,20 +82,28 @@ class Mirror:
         Raises:
             LedgerError: if it cannot be written.
         """
-        self._write(
-            "INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)",
-            (account.client, account.dataset, run_id, server_round, event.key(), steps),
-        )
+        self.asked_all([account], run_id, server_round, event, steps)
 
-    def declined(self, account: Account, run_id: str, server_round: int) -> None:
+    def asked_all(
+        self, accounts: Iterable[Account], run_id: str, server_round: int, event: Event, steps: int
+    ) -> None:
+        """Remember a whole round's requests in one durable transaction, before any is sent.
+
+        Raises:
+            LedgerError: if it cannot be written.
+        """
+        text = event.key()
+        rows = [(one.client, one.dataset, run_id, server_round, text, steps) for one in accounts]
+        self._write_all("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def declined(self, client: str, run_id: str, server_round: int) -> None:
         """Forget a request that the client refused by name: it spent nothing (by its own word).
 
         Raises:
             LedgerError: if it cannot be written.
         """
         self._write(
-            "DELETE FROM asked WHERE client=? AND dataset=? AND run_id=? AND server_round=?",
-            (account.client, account.dataset, run_id, server_round),
+            "DELETE FROM asked WHERE client=? AND run_id=? AND server_round=?", (client, run_id, server_round)
         )
 
     def record(self, data: Mapping[str, Any] | SignedReceipt) -> list[MirrorFlag]:
@@ -172,13 +138,31 @@ class Mirror:
                     canonical_json(signed.to_json()),
                 ),
             )
+            self._note_head(receipt)
             flags += self._compare_figure(receipt)
             return self._flag(flags)
 
+    def _note_head(self, receipt: Receipt) -> None:
+        """Remember the newest head of a client; an older one never takes its place."""
+        known = self.known_head(receipt.client)
+        if not known or decode_head(receipt.head)[0] > decode_head(known)[0]:
+            self._write("INSERT OR REPLACE INTO heads VALUES (?, ?)", (receipt.client, receipt.head))
+
+    def flag(self, client: str, dataset: str, code: str, text: str) -> None:
+        """Keep a difference that was found elsewhere.
+
+        Raises:
+            LedgerError: if it cannot be written.
+        """
+        self._flag([MirrorFlag(client, dataset, code, text)])
+
     def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+        self._write_all(statement, [values])
+
+    def _write_all(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         try:
             with self._lock, self._db:
-                self._db.execute(statement, values)
+                self._db.executemany(statement, rows)
         except sqlite3.Error as error:
             raise LedgerError(
                 f"ledger mirror {self._path}: cannot be written ({error}); stop the run"
@@ -228,8 +212,8 @@ class Mirror:
                 if both:
                     flag("second-release", f"{where}: two different replies were sent; both are charged")
         asked = self._db.execute(
-            "SELECT event, steps FROM asked WHERE client=? AND dataset=? AND run_id=? AND server_round=?",
-            (receipt.client, receipt.dataset, receipt.run_id, receipt.server_round),
+            "SELECT event, steps FROM asked WHERE client=? AND run_id=? AND server_round=?",
+            (receipt.client, receipt.run_id, receipt.server_round),
         ).fetchone()
         if asked is not None and asked[0] != receipt.event:
             flag("event-differs", f"{where}: the client's event differs from the one it was asked for")
@@ -262,7 +246,7 @@ class Mirror:
                 f"the client's ledger counts {receipt.num_events} steps; its own receipts add up to {steps}"
             )
             flags.append(MirrorFlag(receipt.client, receipt.dataset, "missing-events", text))
-        known = self._figure(charges, receipt.delta, receipt.adjacency)
+        known = self._figure(charges, receipt.delta, receipt.adjacency, receipt.accountant)
         if not receipt.epsilon >= known * (1.0 - TOLERANCE) - TOLERANCE:
             text = f"claimed epsilon {receipt.epsilon:.6g} is below {known:.6g}, which follows from its own receipts"
             flags.append(MirrorFlag(receipt.client, receipt.dataset, "lower-epsilon", text))
@@ -289,24 +273,32 @@ class Mirror:
     def _unanswered(self, account: Account) -> dict[tuple[str, int], tuple[str, int]]:
         rows = self._db.execute(
             "SELECT a.run_id, a.server_round, a.event, a.steps FROM asked a WHERE a.client=? AND a.dataset=? "
-            "AND NOT EXISTS (SELECT 1 FROM receipts r WHERE r.client=a.client AND r.dataset=a.dataset "
+            "AND NOT EXISTS (SELECT 1 FROM receipts r WHERE r.client=a.client "
             "AND r.run_id=a.run_id AND r.server_round=a.server_round) ORDER BY a.run_id, a.server_round",
             (account.client, account.dataset),
         )
         return {(run_id, server_round): (event, steps) for run_id, server_round, event, steps in rows}
 
-    @staticmethod
     def _figure(
-        charges: Mapping[tuple[str, int, str, str], tuple[str, int]], delta: float, adjacency: str
+        self,
+        charges: Mapping[tuple[str, int, str, str], tuple[str, int]],
+        delta: float,
+        adjacency: str,
+        accountant: str,
     ) -> float:
+        """Compose charges anew; remembered by multiset of events, which is a pure function."""
         totals: dict[str, int] = {}
         for event, steps in charges.values():
             totals[event] = totals.get(event, 0) + steps
-        pairs = [(Event.from_json(json.loads(event)), steps) for event, steps in totals.items() if steps > 0]
-        if not pairs:
+        multiset = tuple(sorted((event, steps) for event, steps in totals.items() if steps > 0))
+        if not multiset:
             return 0.0
-        value = epsilon_of(compose(pairs), delta, adjacency=adjacency).epsilon
-        return math.inf if math.isnan(value) else value
+        key = (multiset, delta, adjacency, accountant)
+        if key not in self._known:
+            pairs = [(Event.from_json(json.loads(event)), steps) for event, steps in multiset]
+            value = epsilon_of(compose(pairs), delta, adjacency=adjacency, accountant=accountant).epsilon
+            self._known[key] = math.inf if math.isnan(value) else value
+        return self._known[key]
 
     def report(
         self, account: Account, *, delta: float | None = None, adjacency: str = "add_or_remove"
@@ -329,7 +321,8 @@ class Mirror:
         newest = receipts[-1] if receipts else None
         at = newest.delta if newest is not None else float(delta or 0.0)
         relation = newest.adjacency if newest is not None else adjacency
-        recomputed = self._figure(self._charges(account, with_unanswered=True), at, relation)
+        accountant = newest.accountant if newest is not None else "best"
+        recomputed = self._figure(self._charges(account, with_unanswered=True), at, relation, accountant)
         claimed = max((receipt.epsilon for receipt in receipts), default=0.0)
         flags = self._db.execute(
             "SELECT client, dataset, code, text FROM flags WHERE client=? AND dataset=? ORDER BY id",
@@ -344,11 +337,31 @@ class Mirror:
             adjacency=relation,
             unit=newest.unit if newest is not None else "record",
             unanswered=tuple(self._unanswered(account)),
-            head=self.known_head(account),
+            head=self.known_head(account.client),
             flags=tuple(MirrorFlag(*row) for row in flags),
         )
 
-    def known_head(self, account: Account) -> str:
-        """Return the newest chain head that a receipt of the account named, or "" ."""
-        heads = [receipt.head for receipt in self.receipts(account)]
-        return max(heads, key=lambda head: decode_head(head)[0], default="")
+    def known_head(self, client: str) -> str:
+        """Return the newest chain head that the client's receipts named, or "" (one chain covers all its data sets)."""
+        row = self._db.execute("SELECT head FROM heads WHERE client=?", (client,)).fetchone()
+        return "" if row is None else str(row[0])
+
+    def data_set(self, client: str) -> str | None:
+        """Return the data-set name of the client's newest receipt, or None."""
+        query = "SELECT dataset FROM receipts WHERE client=? ORDER BY id DESC LIMIT 1"
+        row = self._db.execute(query, (client,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def asked_in(self, run_id: str) -> frozenset[str]:
+        """Return the clients that were asked in a run, or whose receipts name it."""
+        query = "SELECT client FROM asked WHERE run_id=? UNION SELECT client FROM receipts WHERE run_id=?"
+        return frozenset(str(client) for (client,) in self._db.execute(query, (run_id, run_id)))
+
+    def missing(self, client: str, run_id: str) -> tuple[int, ...]:
+        """Return the rounds of a run that a client was asked for and for which it gave no receipt."""
+        rows = self._db.execute(
+            "SELECT DISTINCT a.server_round FROM asked a WHERE a.client=? AND a.run_id=? AND NOT EXISTS (SELECT 1 FROM "
+            "receipts r WHERE r.client=a.client AND r.run_id=a.run_id AND r.server_round=a.server_round) ORDER BY 1",
+            (client, run_id),
+        )
+        return tuple(int(number) for (number,) in rows)

@@ -23,9 +23,11 @@ from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import CheckpointError, SimulationError
 from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
 from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
+from fedlora.simulation.counts import write_partition
 from fedlora.simulation.grid import HostedGrid, InProcessGrid
 from fedlora.simulation.host import NodeSpec
 from fedlora.simulation.identity import SERVER_NODE
+from fedlora.simulation.overlap import find_sharing
 from fedlora.simulation.prepare import Federation, complete, make_federation, share_out
 from fedlora.simulation.settings import Progress, RunResult, ServerSettings, register_settings
 from fedlora.simulation.spending import Spending
@@ -67,10 +69,13 @@ def simulate(
     started = time.perf_counter()
     settings, federation = _settings(config, resume, progress, stop_after, run_id)
     run_number = zlib.crc32(settings.run_id.encode()) + 1
+    write_partition(settings.folder, federation)
     book = open_clients_ledger(settings.config, ledger)
     with _terminations():
         try:
-            spending = Spending(None if book is None else LedgerKeeper(book), settings.config)
+            keeper = None if book is None else LedgerKeeper(book)
+            sharing = find_sharing(federation.config, federation.rows, federation.parts)
+            spending = Spending(keeper, settings.config, sharing=sharing)
             specs = _specs(settings, federation, run_number, in_process)
             settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
             grid = _grid(settings, specs, spending, in_process)
@@ -83,7 +88,9 @@ def simulate(
             if result is None:
                 raise SimulationError("the server app ended without a result; see its log")
             seconds = {**result.seconds, "wall": time.perf_counter() - started}
-            return _with_ledger(replace(result, seconds=seconds), book, settings)
+            told = () if sharing is None else sharing.warnings
+            result = replace(result, seconds=seconds, warnings=(*result.warnings, *told))
+            return _with_ledger(result, book, settings)
         finally:
             if book is not None:
                 book.close()

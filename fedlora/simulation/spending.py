@@ -9,6 +9,7 @@ from typing import Any
 from fedlora.accounting import Event
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
 from fedlora.ledger.types import CommitRequest, Reservation
+from fedlora.simulation.overlap import Sharing
 from fedlora.training.charging import BudgetKeeper, Grant, charges, plan_round
 from fedlora.training.port import ROUND
 
@@ -21,11 +22,13 @@ class Spending:
         keeper: the ledger; None where nothing is charged.
         config: resolved configuration.
         event: accounting event of one step, as the workers derived it; set once they are ready.
+        sharing: records or people that sit at several clients; their accounts say so.
     """
 
     keeper: BudgetKeeper | None
     config: FedLoraConfig
     event: Event | None = None
+    sharing: Sharing | None = None
 
     def reserve(self, headers: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Grant]]:
         """Reserve for all clients of all messages in one durable transaction.
@@ -51,6 +54,7 @@ class Spending:
                 server_round=header["round"],
                 event=self.event,
                 steps=header["steps"],
+                notes={} if self.sharing is None else self.sharing.conditions(),
             )
             plan.extend(requests)
             owners.extend([message_id] * len(requests))

@@ -11,7 +11,7 @@ from fedlora.aggregation import reduce_payloads
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.errors import AccountingError, DuplicateRoundError, FedLoraError
 from fedlora.ledger.types import Refusal
-from fedlora.training.charging import Standing
+from fedlora.training.charging import Standing, charged_event
 from fedlora.training.port import error_record, where_it_failed
 from fedlora.training.replies import Replies, release_digest
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
@@ -44,7 +44,8 @@ def checked_update(bench: Workbench, client: str, steps: int, update: Any) -> Cl
             "nothing is released"
         )
     privacy = bench.config.privacy
-    if isinstance(privacy, RecordPrivacy) and update.event.key() != bench.event.key():
+    ran = charged_event(bench.config, update.event) if isinstance(privacy, RecordPrivacy) else bench.event
+    if ran.key() != bench.event.key():
         raise AccountingError(
             f"client {client}: the event that ran differs from the reserved one; nothing is released"
         )

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from fedlora.accounting import Event
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.errors import LedgerError, UnsupportedEventError
-from fedlora.ledger import Ledger
+from fedlora.ledger import Ledger, person_event
 from fedlora.ledger.types import Account, Budget, CommitRequest, Refusal, Reservation, ReserveRequest
 
 
@@ -66,11 +66,8 @@ class LedgerKeeper:
     def standing(self, accounts: Sequence[Account], delta: float) -> Mapping[Account, Standing]:
         """Return where each account stands at its budget's delta."""
         del delta
-        found: dict[Account, Standing] = {}
-        for account in accounts:
-            report = self.ledger.report(account, with_rounds=False)
-            found[account] = Standing(report.epsilon, report.head)
-        return found
+        reports = self.ledger.reports(accounts)
+        return {report.account: Standing(report.epsilon, report.head) for report in reports}
 
 
 def charges(config: FedLoraConfig) -> bool:
@@ -79,6 +76,22 @@ def charges(config: FedLoraConfig) -> bool:
     Under client-level privacy the noise is added to the sum, and whoever adds it pays (see the server).
     """
     return isinstance(config.privacy, RecordPrivacy)
+
+
+def charged_event(config: FedLoraConfig, event: Event) -> Event:
+    """Return what one step costs the unit of a configuration: a record, or a person with several records.
+
+    Args:
+        config: the configuration that runs.
+        event: event of one step per record, from the mechanism that will run (or ran).
+
+    Raises:
+        UnsupportedEventError: if several records per person are used and no bound is known for them.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, RecordPrivacy) or privacy.group_by is None:
+        return event
+    return person_event(event, privacy.max_records_per_group, adjacency=privacy.adjacency)
 
 
 def budget_terms(config: FedLoraConfig) -> Budget:
@@ -114,6 +127,7 @@ def plan_round(
     steps: int,
     budgets: Mapping[str, Budget] | None = None,
     dataset: str | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> list[ReserveRequest]:
     """Build the reservations of one round, one per client.
 
@@ -126,6 +140,7 @@ def plan_round(
         steps: optimiser steps per client, >= 1.
         budgets: a site's own terms per client; the configuration's otherwise.
         dataset: the site's own data-set name; the configuration's otherwise.
+        notes: further conditions of single clients, which their reports must repeat.
 
     Returns:
         One request per client, in the given order.
@@ -133,12 +148,15 @@ def plan_round(
     name = config.data.name if dataset is None else dataset
     terms = budget_terms(config) if budgets is None else None
     seeded = not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source != "os"
-    notes = ("noise source seeded for tests: NO PRIVACY",) if seeded else ()
+    common: tuple[str, ...] = ("noise source seeded for tests: NO PRIVACY",) if seeded else ()
+    if isinstance(config.privacy, RecordPrivacy) and config.privacy.group_by is not None:
+        common += (f"at most {config.privacy.max_records_per_group} records of each person are used",)
     requests = []
     for client in clients:
         budget = terms if budgets is None else budgets[client]
         if budget is None:
             raise LedgerError(f"client {client}: no budget; state one before training")
+        own = None if notes is None else notes.get(client)
         requests.append(
             ReserveRequest(
                 account=Account(client, name),
@@ -147,7 +165,7 @@ def plan_round(
                 server_round=server_round,
                 event=event,
                 steps=steps,
-                assumptions=notes,
+                assumptions=common if own is None else (*common, own),
             )
         )
     return requests

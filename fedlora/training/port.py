@@ -19,6 +19,8 @@ from typing import Any, Final, Protocol
 
 from fedlora.errors import DataError, FedLoraError, SchemaVersionError, WireError
 from fedlora.names import WIRE_SCHEMA
+from fedlora.training import fields
+from fedlora.training.fields import BROKEN
 from fedlora.training.packets import (
     DEFAULT_MAX_BYTES,
     PREFIX_BYTES,
@@ -159,7 +161,7 @@ def unpack_hello(packet: Packet) -> Hello:
             identity=None if identity is None else str(identity),
             facts=dict(header.get("facts", {})),
         )
-    except (KeyError, TypeError, ValueError) as problem:
+    except BROKEN as problem:
         raise WireError(f"hello: malformed ({type(problem).__name__}); update the node") from None
 
 
@@ -177,6 +179,7 @@ def pack_request(request: RoundRequest) -> Packet:
         "steps": request.steps,
         "reduce": request.reduce,
         "withhold": request.withhold,
+        "known": {client: dict(one) for client, one in request.known.items()},
         "payload": payload_header,
     }
     return Packet(header, arrays)
@@ -200,9 +203,12 @@ def unpack_request(packet: Packet) -> RoundRequest:
             steps=_typed(header, "steps", int),
             reduce=_typed(header, "reduce", bool),
             withhold=_typed(header, "withhold", bool),
+            known={str(client): dict(one) for client, one in _typed(header, "known", dict).items()},
         )
     except KeyError as missing:
         raise WireError(f"round request: field {missing} is missing; update the server") from None
+    except BROKEN as problem:
+        raise WireError(f"round request: malformed ({type(problem).__name__}); update the server") from None
 
 
 def pack_reply(reply: RoundReply, compression: Compression = "none") -> Packet:
@@ -241,10 +247,10 @@ def unpack_reply(packet: Packet) -> RoundReply:
             server_round=_typed(header, "round", int),
             replies=tuple(_unpack_client(one, packet.arrays) for one in _typed(header, "replies", list)),
             reduced=None if reduced is None else _cut(reduced, packet.arrays),
-            reduced_clients=tuple(str(one) for one in header["reduced_clients"]),
-            timings={str(key): float(value) for key, value in header["timings"].items()},
+            reduced_clients=tuple(str(one) for one in _typed(header, "reduced_clients", list)),
+            timings=fields.seconds(header["timings"], "timings"),
         )
-    except (KeyError, AttributeError, TypeError) as problem:
+    except BROKEN as problem:
         raise WireError(f"round reply: malformed ({type(problem).__name__}); update the node") from None
 
 
@@ -285,7 +291,7 @@ class LocalPort:
 
 def _checked_header(packet: Packet, op: str) -> Mapping[str, Any]:
     header = packet.header
-    if header.get("schema") != WIRE_SCHEMA:
+    if type(header.get("schema")) is not int or header["schema"] != WIRE_SCHEMA:
         raise SchemaVersionError(
             f"wire schema: got {header.get('schema')!r}, spoken here {WIRE_SCHEMA}; update the older side"
         )
@@ -330,6 +336,9 @@ def _pack_client(reply: ClientReply, arrays: dict[str, AnyArray], compression: C
         "ledger_head": reply.ledger_head,
         "receipt": None if reply.receipt is None else dict(reply.receipt),
         "error": None if reply.error is None else dict(reply.error),
+        "ledger_receipts": None
+        if reply.ledger_receipts is None
+        else [dict(one) for one in reply.ledger_receipts],
     }
 
 
@@ -338,15 +347,24 @@ def _unpack_client(record: Mapping[str, Any], arrays: Mapping[str, AnyArray]) ->
     if status not in ("ok", "refused", "failed"):
         raise WireError(f"round reply: status {status!r}; allowed: ok, refused, failed")
     payload = record["payload"]
-    epsilon = record["epsilon"]
     return ClientReply(
-        client=str(record["client"]),
+        client=_typed(record, "client", str),
         status=status,
         payload=None if payload is None else _cut(payload, arrays),
-        event=record["event"],
-        steps=int(record["steps"]),
-        epsilon=None if epsilon is None else float(epsilon),
-        ledger_head=record["ledger_head"],
-        receipt=record["receipt"],
-        error=record["error"],
+        event=fields.mapping(record["event"], "event"),
+        steps=fields.count(record["steps"], "steps"),
+        epsilon=fields.spent(record["epsilon"], "epsilon"),
+        ledger_head=fields.text(record["ledger_head"], "ledger_head"),
+        receipt=fields.mapping(record["receipt"], "receipt"),
+        error=fields.mapping(record["error"], "error"),
+        ledger_receipts=_receipts(record["ledger_receipts"]),
     )
+
+
+def _receipts(value: Any) -> tuple[Mapping[str, Any], ...] | None:
+    """Return receipts as plain records; their content and signatures are the mirror's to judge."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise WireError("round reply: ledger_receipts are malformed; update the node")
+    return tuple(value)

@@ -75,7 +75,7 @@ class LedgerReplies:
 
     def keep(self, reservation: Reservation, reply: ClientReply) -> str:
         """Store the reply's bytes and return their sha256."""
-        bare = replace(reply, epsilon=None, ledger_head=None, receipt=None)
+        bare = replace(reply, epsilon=None, ledger_head=None, receipt=None, ledger_receipts=None)
         whole = RoundReply(reservation.run_id, reservation.server_round, (bare,))
         return self._ledger.store_reply(reservation, encode_packet(pack_reply(whole)))
 

@@ -27,6 +27,7 @@ class RoundRequest:
         steps: optimiser steps per client.
         reduce: the node may answer with the sum of its clients' blocks instead of each one's.
         withhold: answer without updates and keep them for secure aggregation.
+        known: client to what the server's mirror knows of its ledger (JSON of `witness.Known`).
     """
 
     run_id: str
@@ -38,6 +39,7 @@ class RoundRequest:
     steps: int
     reduce: bool = False
     withhold: bool = False
+    known: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class ClientReply:
         ledger_head: head of its hash chain.
         receipt: signed receipt (JSON) where the client has an identity key.
         error: error class, exit code and message for refused or failed.
+        ledger_receipts: signed receipts (JSON) of this round and of those that the server misses.
     """
 
     client: str
@@ -65,6 +68,7 @@ class ClientReply:
     ledger_head: str | None = None
     receipt: Mapping[str, Any] | None = None
     error: Mapping[str, Any] | None = None
+    ledger_receipts: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

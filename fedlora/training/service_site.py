@@ -20,11 +20,13 @@ from fedlora.data import Rows, Task, load_rows, partition_rows
 from fedlora.errors import AuthenticationError, DataError, PolicyRefusedError
 from fedlora.ledger import Budget, Ledger, bound_contributions, load_or_create_secret, open_ledger
 from fedlora.training.charging import LedgerKeeper
+from fedlora.training.pinned import secure_desk
 from fedlora.training.policy import Policy
 from fedlora.training.port import Packet, PacketPort, serve_packet
 from fedlora.training.replies import LedgerReplies
-from fedlora.training.shelf import LazyRecords, Records
+from fedlora.training.shelf import LazyRecords, Records, Shelf
 from fedlora.training.trainer import Signer, Trainer
+from fedlora.training.witness import LedgerWitness
 
 Index = npt.NDArray[np.int64]
 
@@ -45,9 +47,10 @@ class SiteRules(Policy):
     target_modules: frozenset[str] = frozenset()
     max_sample_rate: float = 1.0
     group_by: str | None = None
+    max_records_per_group: int = 1
 
     @classmethod
-    def from_site(cls, policy: SitePolicy, group_by: str | None) -> SiteRules:
+    def from_site(cls, policy: SitePolicy, group_by: str | None, max_records_per_group: int = 1) -> SiteRules:
         """Build the rules from a site's file."""
         units = frozenset(policy.units)
         return cls(
@@ -64,6 +67,7 @@ class SiteRules(Policy):
             target_modules=frozenset(policy.target_modules),
             max_sample_rate=policy.max_sample_rate,
             group_by=group_by,
+            max_records_per_group=max_records_per_group,
         )
 
     def check_config(self, config: FedLoraConfig) -> None:
@@ -109,6 +113,13 @@ class SiteRules(Policy):
                 raise PolicyRefusedError(
                     f"data.group_by: the run's privacy.group_by is {asked}, this site's is {self.group_by}; the "
                     "guarantee must be per person on both sides or on neither"
+                )
+            counted = config.privacy.max_records_per_group
+            if counted < self.max_records_per_group:
+                raise PolicyRefusedError(
+                    f"data.max_records_per_group: the run accounts for {counted} records per person, this site uses "
+                    f"up to {self.max_records_per_group}; raise the run's "
+                    "privacy.max_records_per_group or lower the site's"
                 )
 
 
@@ -193,8 +204,8 @@ class _Port:
         return serve_packet(self.trainer, packet)
 
 
-def site_signer(path: Path) -> tuple[Signer, str]:
-    """Return (signer of receipts, public key in hex) of an Ed25519 identity key in PEM.
+def load_identity(path: Path) -> Ed25519PrivateKey:
+    """Return a site's Ed25519 identity key from its PEM file (SENSITIVE).
 
     Raises:
         AuthenticationError: if the file is missing, readable by others, or another kind of key.
@@ -209,6 +220,16 @@ def site_signer(path: Path) -> tuple[Signer, str]:
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise AuthenticationError(f"identity key {path}: not an Ed25519 key; make it with `fedlora keys new`")
+    return key
+
+
+def site_signer(path: Path) -> tuple[Signer, str]:
+    """Return (signer of replies, public key in hex) of an Ed25519 identity key in PEM.
+
+    Raises:
+        AuthenticationError: if the file is missing, readable by others, or another kind of key.
+    """
+    key = load_identity(path)
     public = key.public_key().public_bytes_raw().hex()
     lock = threading.Lock()
 
@@ -221,8 +242,15 @@ def site_signer(path: Path) -> tuple[Signer, str]:
     return sign, public
 
 
-def build_site(config: TrainerConfig, config_file: str | Path) -> Site:
+def build_site(
+    config: TrainerConfig, config_file: str | Path, wrap: Callable[[Shelf], Shelf] | None = None
+) -> Site:
     """Build a site's trainer; opens (or creates) the ledger, reads no record of a one-client site.
+
+    Args:
+        config: the site's own file.
+        config_file: its path; relative paths in it start there.
+        wrap: gives the trainer another view of the site's records.
 
     Raises:
         LedgerError: if the ledger cannot be opened or is damaged.
@@ -241,30 +269,39 @@ def build_site(config: TrainerConfig, config_file: str | Path) -> Site:
         window=config.budget.window,
         on_exhausted=config.budget.on_exhausted,
     )
-    sign, identity = None, None
+    sign, identity, witness, key = None, None, None, None
     if config.site.identity_key is not None:
-        sign, identity = site_signer(site_path(config_file, config.site.identity_key))
+        key_file = site_path(config_file, config.site.identity_key)
+        sign, identity = site_signer(key_file)
+        key = load_identity(key_file)
+        witness = LedgerWitness(ledger, key)
     trainer = Trainer(
-        shelf,
-        SiteRules.from_site(config.policy, config.data.group_by),
+        shelf if wrap is None else wrap(shelf),
+        SiteRules.from_site(config.policy, config.data.group_by, config.data.max_records_per_group),
         LedgerKeeper(ledger),
         budgets=dict.fromkeys(clients, terms),
         dataset=config.data.name,
         replies=LedgerReplies(ledger),
         sign=sign,
         identity=identity,
+        witness=witness,
+        desk=secure_desk(config, config_file, clients, key),
     )
     return Site(config, trainer, ledger, shelf)
 
 
 def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Ledger:
-    url = config.ledger.url
+    url, named = config.ledger.url, config.ledger.anchor
+    anchor = None if named is None else site_path(config_file, named)
+    if anchor is not None:
+        anchor.parent.mkdir(parents=True, exist_ok=True)
     if "://" in url:
         folder = site_path(config_file, "ledger.replies")
-        return open_ledger(url, secret=secret, replies=None if url.startswith("sqlite") else folder)
+        replies = None if url.startswith("sqlite") else folder
+        return open_ledger(url, secret=secret, anchor=anchor, replies=replies)
     path = site_path(config_file, url)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open_ledger(path, secret=secret)
+    return open_ledger(path, secret=secret, anchor=anchor)
 
 
 def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes) -> SiteShelf:
@@ -285,7 +322,12 @@ def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Sit
     def bound(rows: Rows, index: Index) -> Index:
         people = rows.column(str(config.data.group_by))
         groups = [people[int(place)] for place in index]
-        kept = bound_contributions(groups, max_records=1, secret=secret)
+        kept = bound_contributions(
+            groups,
+            max_records=config.data.max_records_per_group,
+            secret=secret,
+            adjacency=config.budget.adjacency,
+        )
         return index[np.asarray(kept.kept, dtype=np.int64)]
 
     return SiteShelf(

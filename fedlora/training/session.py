@@ -17,6 +17,7 @@ from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.data import Task, build_task
 from fedlora.errors import ConfigError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
+from fedlora.training.charging import charged_event
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
 
@@ -30,7 +31,7 @@ class Workbench:
         task: encoding, loss and evaluation.
         adapted: the model with injected adapters.
         mechanism: the bound stages.
-        event: accounting event of one step of one client, from the mechanism itself.
+        event: accounting event of one step of one client, from the mechanism itself, for the unit that is protected.
     """
 
     config: FedLoraConfig
@@ -98,13 +99,14 @@ def build_workbench(config: FedLoraConfig) -> Workbench:
 def step_event(config: FedLoraConfig, layout: AdapterLayout) -> Event:
     """Return what one step of one client releases under a configuration, from the mechanism that will run.
 
-    Under client-level privacy it is what one round releases, from the aggregator's own plan.
+    With `privacy.group_by` it covers a whole person (see `charged_event`). Under client-level privacy it is what one
+    round releases, from the aggregator's own plan.
     """
     if isinstance(config.privacy, NoPrivacy):
         return NonPrivateEvent()
     if isinstance(config.privacy, ClientPrivacy):
         return client_event(config.privacy, config.federation)
-    return build_mechanism(config, layout).step_event()
+    return charged_event(config, build_mechanism(config, layout).step_event())
 
 
 def check_claims(bench: Workbench) -> None:

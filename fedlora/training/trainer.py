@@ -59,6 +59,7 @@ from fedlora.training.session import (
 )
 from fedlora.training.shelf import Records, Shelf
 from fedlora.training.slots import Slots, SlotStore, keeps_slots
+from fedlora.training.witness import Known, LedgerWitness
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class Trainer:
         identity: fingerprint of that key.
         timings: send durations back; never in a deployment, where they tell batch sizes.
         slots: keeps optimiser state between rounds; in memory where None.
+        witness: checks heads that the server knows, and signs receipts for its mirror; None in simulations.
+        desk: withholds updates for secure aggregation, with the site's identity; without one where None.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class Trainer:
         identity: str | None = None,
         timings: bool = False,
         slots: SlotStore | None = None,
+        witness: LedgerWitness | None = None,
+        desk: SecureDesk | None = None,
     ) -> None:
         """Keep the parts; nothing is loaded or read yet."""
         self._shelf, self._policy, self._keeper = shelf, policy, keeper
@@ -122,10 +127,13 @@ class Trainer:
         self._replies: Replies = MemoryReplies() if replies is None else replies
         self._sign, self._identity, self._timings = sign, identity, timings
         self._slots = SlotStore(None) if slots is None else slots
-        self._desk = SecureDesk()
+        self._witness = witness
+        self._desk = SecureDesk() if desk is None else desk
         self._run_id = ""
         self._session: Session | None = None
         self._lock = threading.Lock()
+        self.last_timings: Mapping[str, float] = {}
+        """Seconds of the last round by part; for the site's own metrics, never sent in a deployment."""
 
     def hello(self) -> Hello:
         """Return public facts: client ids, library version, identity."""
@@ -177,19 +185,29 @@ class Trainer:
         config = self._checked_config(request)
         check_withhold(config, request)
         session = self._open(config, request.config_hash)
+        opened = time.perf_counter()
         self._check_payload(session, request)
         if request.run_id != self._run_id:
             self._slots.forget()
             self._run_id = request.run_id
         self._policy.check_round(request.server_round, request.steps)
+        known = {client: Known.from_json(one) for client, one in request.known.items()}
+        if self._witness is not None:
+            self._witness.check(known)
         answers = self._admit(session, request)
         reserved = time.perf_counter()
         admitted = [one for one in answers.values() if isinstance(one, Admitted)]
         done = self._train(session, request, admitted)
         trained = time.perf_counter()
-        replies = self._settle(session, request, answers, done)
+        replies = self._witnessed(session, request, known, self._settle(session, request, answers, done))
         ended = time.perf_counter()
-        timings = {"reserve": reserved - started, "train": trained - reserved, "settle": ended - trained}
+        timings = {
+            "open": opened - started,
+            "reserve": reserved - opened,
+            "train": trained - reserved,
+            "settle": ended - trained,
+        }
+        self.last_timings = timings
         return replies, timings
 
     def _checked_config(self, request: RoundRequest) -> FedLoraConfig:
@@ -332,6 +350,30 @@ class Trainer:
             stamped(fresh[client], request, standings.get(client), self._sign) for client in request.clients
         )
 
+    def _witnessed(
+        self,
+        session: Session,
+        request: RoundRequest,
+        known: Mapping[str, Known],
+        replies: tuple[ClientReply, ...],
+    ) -> tuple[ClientReply, ...]:
+        """Add the ledger's signed receipts of this round and of those that the server misses."""
+        witness = self._witness
+        if witness is None or not charges(session.bench.config):
+            return replies
+        here, dataset = set(self._shelf.clients()), self._data_set(session)
+        signed = []
+        for reply in replies:
+            if reply.client in here:
+                rounds = {request.server_round, *known.get(reply.client, Known()).missing}
+                found = witness.receipts(Account(reply.client, dataset), request.run_id, rounds)
+                reply = replace(reply, ledger_receipts=found)
+            signed.append(reply)
+        return tuple(signed)
+
+    def _data_set(self, session: Session) -> str:
+        return session.bench.config.data.name if self._dataset is None else self._dataset
+
     def _bench(self) -> Workbench | None:
         return None if self._session is None else self._session.bench
 
@@ -339,7 +381,7 @@ class Trainer:
         privacy = session.bench.config.privacy
         if not isinstance(privacy, RecordPrivacy) or not replies:
             return {}
-        dataset = session.bench.config.data.name if self._dataset is None else self._dataset
+        dataset = self._data_set(session)
         accounts = [Account(reply.client, dataset) for reply in replies]
         found = self._keeper.standing(accounts, privacy.target_delta)
         return {account.client: standing for account, standing in found.items()}

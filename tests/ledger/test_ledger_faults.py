@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import resource
 import shutil
@@ -21,9 +22,9 @@ import pytest
 from ledger_child import POINTS, STEPS, main
 from ledger_helpers import BUDGET, EVENT, SECRET, SITE, ask, spend
 
-from fedlora.accounting import epsilon_of
+from fedlora.accounting import PoissonGaussianEvent, epsilon_of
 from fedlora.errors import LedgerError, LedgerIntegrityError
-from fedlora.ledger import Account, Ledger, open_ledger
+from fedlora.ledger import Account, Ledger, Refusal, open_ledger
 from fedlora.ledger.exporting import backup
 
 Open = Callable[..., Ledger]
@@ -648,3 +649,18 @@ def test_many_processes_begin_one_ledger_together(tmp_path: Path) -> None:
     with open_ledger(path, secret=SECRET) as ledger:
         ledger.verify()
         assert ledger.report(SITE).num_events == 4 * 3 * 4
+
+
+@pytest.mark.parametrize(("steps", "tight"), [(1, 8.0), (3, 8.0), (2, 1e-3)])
+def test_a_refused_event_does_not_stop_the_other_writer(opened: Open, steps: int, tight: float) -> None:
+    """A refusal leaves an event's row without an entry; the other process must see it before it numbers its own."""
+    first, second = opened(), opened()
+    spend(first, 1)
+    assert second.report(SITE).num_events == 4
+    costly, cheap = PoissonGaussianEvent(0.2, 0.5), PoissonGaussianEvent(9.0, 0.01)
+    budget = dataclasses.replace(BUDGET, epsilon=tight)
+    assert isinstance(first.reserve([ask(2, event=costly, steps=500, budget=budget)])[0], Refusal)
+    spend(second, 3, event=cheap, steps=steps)
+    spend(first, 4, event=cheap, steps=1)
+    assert first.report(SITE).num_events == second.report(SITE).num_events == 5 + steps
+    assert first.verify().head == second.head()

@@ -183,7 +183,7 @@ def test_a_rolled_back_ledger_is_detected_at_the_server(path: Path, mirror: Mirr
         codes = [flag.code for flag in mirror.record(signed(ledger, 4))]
         assert codes == ["rollback", "missing-events", "lower-epsilon"]
         with pytest.raises(LedgerError):
-            ledger.known_head_check(mirror.known_head(SITE))
+            ledger.known_head_check(mirror.known_head(SITE.client))
     assert mirror.report(SITE).epsilon > truth
 
 
@@ -221,7 +221,7 @@ def test_h20_unanswered_rounds_count_until_the_client_says_otherwise(
 def test_h20_a_declined_round_costs_nothing(ledger: Ledger, mirror: Mirror) -> None:
     mirror.asked(SITE, "run-1", 1, EVENT, 4)
     assert mirror.report(SITE, delta=1e-5).epsilon > 0
-    mirror.declined(SITE, "run-1", 1)
+    mirror.declined(SITE.client, "run-1", 1)
     assert mirror.report(SITE, delta=1e-5).epsilon == 0.0
     with pytest.raises(LedgerError, match="delta"):
         mirror.report(SITE)

@@ -1,0 +1,126 @@
+"""Records or people that sit at several clients of one simulation: for them no single client's figure holds.
+
+A record at m clients is protected by the m ledgers together. The partitions split positions, not content, so equal
+records (or one person's records) can land at several clients; a simulation's driver sees all rows and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fedlora.config.schema import FedLoraConfig, RecordPrivacy
+from fedlora.data import Rows
+from fedlora.ledger import RecordSketch, find_overlaps, person_key, sketch_records
+
+Index = npt.NDArray[np.int64]
+MAX_RECORDS: Final = 200_000
+"""Beyond this many records the search costs more than it tells; the report then says that it was not made."""
+MAX_PAIRS: Final = 10_000
+"""Pairs of clients are named only where there are at most so many."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """SENSITIVE: simulation only. What clients share.
+
+    Attributes:
+        what: "records" or "people".
+        shared: number that sit at two clients or more; None if it was not looked for.
+        most_clients: largest number of clients that one of them sits at.
+        clients: every client that shares one.
+        example: the pair that shares most, with its number; None if there is none or there are too many pairs.
+    """
+
+    what: str
+    shared: int | None
+    most_clients: int
+    clients: frozenset[str]
+    example: tuple[str, str, int] | None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences for the run's report."""
+        if self.shared is None:
+            return (
+                f"overlap between clients was not looked for (more than {MAX_RECORDS} records); where "
+                f"{self.what} sit at several clients, their figures add up",
+            )
+        if self.shared == 0:
+            return ()
+        pair = (
+            "" if self.example is None else f" ({self.example[0]} and {self.example[1]}: {self.example[2]})"
+        )
+        return (
+            f"{self.shared} {self.what} sit at several of {len(self.clients)} clients, one at "
+            f"{self.most_clients}{pair}: for them the clients' figures add up, the largest figure "
+            "of one client does not cover them",
+        )
+
+    def conditions(self) -> Mapping[str, str]:
+        """Return the sentence for each sharing client's own account."""
+        text = f"shares {self.what} with other clients of the simulation: for those the figures add up"
+        return dict.fromkeys(self.clients, text)
+
+
+def find_sharing(config: FedLoraConfig, rows: Rows, parts: Mapping[str, Index]) -> Sharing | None:
+    """Look for records (or people, where `privacy.group_by` is set) at several clients.
+
+    Args:
+        config: the run's configuration.
+        rows: all rows, SENSITIVE.
+        parts: client to the positions of its training rows.
+
+    Returns:
+        None where clients' accounts are not charged per record.
+    """
+    privacy = config.privacy
+    if not isinstance(privacy, RecordPrivacy) or len(parts) < 2:
+        return None
+    what = "records" if privacy.group_by is None else "people"
+    total = sum(len(index) for index in parts.values())
+    if total > MAX_RECORDS:
+        return Sharing(what, None, 0, frozenset(), None)
+    people = None if privacy.group_by is None else rows.column(privacy.group_by)
+    key = secrets.token_bytes(32)
+    largest = max(1, max(len(index) for index in parts.values()))
+    sketches = {
+        client: sketch_records(_content(rows, people, index), key, size=largest)
+        for client, index in parts.items()
+    }
+    return _summary(what, sketches)
+
+
+def _content(rows: Rows, people: list[Any] | None, index: Index) -> Iterator[bytes]:
+    for place in index:
+        position = int(place)
+        if people is not None:
+            yield person_key(people[position], position).encode("utf-8", "surrogatepass")
+        else:
+            yield json.dumps(rows[position], sort_keys=True, default=_bytes_of).encode()
+
+
+def _bytes_of(value: Any) -> str:
+    """Return a text for what JSON does not know: images by their pixels, the rest by its own description."""
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    return data.hex() if isinstance(data, bytes | bytearray) else repr(data)
+
+
+def _summary(what: str, sketches: Mapping[str, RecordSketch]) -> Sharing:
+    counts = Counter(value for sketch in sketches.values() for value in sketch.hashes)
+    shared = {value: count for value, count in counts.items() if count > 1}
+    clients = frozenset(
+        client for client, sketch in sketches.items() if any(value in shared for value in sketch.hashes)
+    )
+    example = None
+    if 0 < sum(count * (count - 1) // 2 for count in shared.values()) <= MAX_PAIRS:
+        worst = max(find_overlaps(sketches), key=lambda pair: pair.shared)
+        example = (worst.first, worst.second, worst.shared)
+    return Sharing(what, len(shared), max(shared.values(), default=0), clients, example)
