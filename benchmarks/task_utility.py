@@ -34,8 +34,10 @@ from fedlora.training.shelf import LazyRecords
 from fedlora.training.slots import keeps_slots
 
 
-def run(config: FedLoraConfig) -> dict[str, Any]:
-    """Train one configuration and return its row."""
+def run(config: FedLoraConfig, *, with_base: bool = True) -> dict[str, Any]:
+    """Train one configuration and return its row; the base model's figures can be left out."""
+    if config.federation.clients_per_round != "all":
+        raise SystemExit("task_utility trains every client in every round; set federation.clients_per_round=all")
     federation = make_federation(config)
     prepared = complete(federation.config)
     config, bench = prepared.config, prepared.bench
@@ -54,7 +56,7 @@ def run(config: FedLoraConfig) -> dict[str, Any]:
     public = EncodedRows(bench.task, public_eval_rows(config.data))
     payload = bench.initial_payload()
     bench.adapted.load(payload)
-    base = bench.task.evaluate(bench.adapted.model, public, 256)
+    base = bench.task.evaluate(bench.adapted.model, public, 256) if with_base else None
     slots: dict[str, Any] = {}
     started = time.perf_counter()
     steps = config.training.local_steps
@@ -83,7 +85,9 @@ def run(config: FedLoraConfig) -> dict[str, Any]:
         "noise_multiplier": getattr(privacy, "noise_multiplier", None),
         "group_weights": getattr(privacy, "group_weights", None) if private else None,
         "lr": config.training.optimizer.lr,
+        "server_lr": config.federation.server_optimizer.lr,
         "rounds": config.federation.rounds,
+        "dtype": config.model.dtype,
         "base": base,
         "metrics": bench.task.evaluate(bench.adapted.model, public, 256),
         "seconds": round(seconds, 1),
@@ -98,6 +102,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--set", nargs="*", default=[], help="dotted overrides")
     parser.add_argument("--only", choices=["private", "none"], default=None)
+    parser.add_argument("--no-base", action="store_true", help="leave the untouched model's figures out")
     parser.add_argument("--out", type=Path, default=None, help="append the rows to this file")
     arguments = parser.parse_args()
     for seed in arguments.seeds:
@@ -105,7 +110,7 @@ def main() -> None:
         wanted = {"private": config, "none": non_private_config(config)}
         for name, one in wanted.items():
             if arguments.only in (None, name):
-                line = json.dumps(run(one))
+                line = json.dumps(run(one, with_base=not arguments.no_base))
                 print(line, flush=True)
                 if arguments.out is not None:
                     with arguments.out.open("a", encoding="utf-8") as stream:
