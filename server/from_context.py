@@ -9,6 +9,7 @@ from flwr.app import Context
 
 from fedlora.config import load_config
 from fedlora.simulation.appdir import code_hash
+from fedlora.simulation.counts import write_partition
 from fedlora.simulation.flower import asks_to_simulate
 from fedlora.simulation.flower_plan import config_file, overrides_of, read_plan
 from fedlora.simulation.prepare import complete, make_federation
@@ -52,6 +53,7 @@ def _simulated(context: Context) -> ServerSettings:
     plan = read_plan(context.run_config, context.run_id, _APP_DIR)
     federation = make_federation(plan.config)
     prepared = complete(federation.config)
+    write_partition(plan.folder, federation)
     book = open_clients_ledger(prepared.config, None)  # made once, before the nodes open it side by side
     if book is not None:
         book.close()

@@ -43,7 +43,7 @@ def run(title: str, overrides: tuple[str, ...], ledger: Path | None) -> RunResul
     """Run one configuration, show it live, and write its report."""
     print(f"\n== {title}", file=sys.stderr, flush=True)
     config = load_config(HERE / "demo.yaml", overrides=overrides)
-    with progress_display(config.federation.rounds, quiet=False) as note:
+    with progress_display(config.federation.rounds, quiet=False, config=config) as note:
         result = simulate(config, progress=note, ledger=ledger)
     (result.folder / "report.html").write_text(render(read_run(result.folder)), encoding="utf-8")
     return result

@@ -7,15 +7,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import BudgetExceededError, ConfigError
 from fedlora.simulation.settings import RoundRecord, RunResult
+
+if TYPE_CHECKING:
+    from fedlora.config.schema import FedLoraConfig
 
 HELP = """Run a configuration as a simulation on Ray.
 
@@ -95,17 +97,30 @@ def run_simulation(
         for line in (*loaded.notes, *loaded.overridden()):
             logging.getLogger(__name__).info("%s", line)
     settings = None if loaded is None else loaded.config
-    total = settings.federation.rounds if settings is not None else _rounds_of(resume)
+    shown = settings if settings is not None else _config_of(resume)
+    total = 1 if shown is None else shown.federation.rounds
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    with progress_display(total, quiet=quiet) as note:
-        return start(settings, resume=resume, ledger=ledger, progress=note, in_process=in_process)
+    with progress_display(total, quiet=quiet, config=shown) as note:
+        result = start(settings, resume=resume, ledger=ledger, progress=note, in_process=in_process)
+    write_report(result.folder)
+    return result
 
 
-def _rounds_of(resume: Path | None) -> int:
+def write_report(folder: Path) -> Path:
+    """Write a run's page beside its figures."""
+    from fedlora.report.page import render
+    from fedlora.report.run_data import read_run
+
+    path = folder / "report.html"
+    path.write_text(render(read_run(folder)), encoding="utf-8")
+    return path
+
+
+def _config_of(resume: Path | None) -> FedLoraConfig | None:
     from fedlora.config import load_config
 
     path = (resume or Path()) / "config.yaml"
-    return load_config(path).federation.rounds if path.is_file() else 1
+    return load_config(path) if path.is_file() else None
 
 
 def headline(record: RoundRecord) -> str:
@@ -127,33 +142,31 @@ def headline(record: RoundRecord) -> str:
 
 
 @contextmanager
-def progress_display(rounds: int, *, quiet: bool) -> Iterator[Any]:
-    """Show rounds on stderr: a live bar on a terminal, a line per evaluated round elsewhere."""
+def progress_display(rounds: int, *, quiet: bool, config: FedLoraConfig | None = None) -> Iterator[Any]:
+    """Show rounds on stderr: a live view on a terminal, a line per evaluated round elsewhere.
+
+    Args:
+        rounds: rounds of the whole run.
+        quiet: show nothing.
+        config: says what the epsilon means; its noise multiplier may still be open.
+    """
     if quiet:
         yield None
         return
+    from fedlora.report.conditions import conditions_line, conditions_of
+    from fedlora.report.live import LiveView
+
+    conditions = None if config is None else conditions_of(config)
     console = Console(stderr=True)
     if not console.is_terminal:
+        if conditions is not None:
+            sys.stderr.write(f"epsilon: {conditions_line(conditions)}\n")
         yield _print_round
         return
-    columns = (
-        TextColumn("round"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[line]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=False) as bar:
-        task = bar.add_task("rounds", total=rounds, line="starting")
-        kept: dict[str, str] = {}
+    with LiveView(console, rounds, conditions) as view:
 
         def note(record: RoundRecord) -> None:
-            if record.metrics:
-                kept["metric"] = headline(record).split(",")[0]
-            line = headline(record)
-            if not record.metrics and "metric" in kept:
-                line = f"{kept['metric']}, {line}"
-            bar.update(task, completed=record.round, line=line)
+            view.note(vars(record))
 
         yield note
 
@@ -175,6 +188,7 @@ def as_object(result: RunResult) -> Mapping[str, Any]:
         "epsilon": result.epsilon,
         "statement": dict(result.statement),
         "adapter": None if result.adapter is None else str(result.adapter),
+        "report": str(result.folder / "report.html"),
         "seconds": dict(result.seconds),
         "warnings": list(result.warnings),
     }
@@ -186,15 +200,13 @@ def summary_text(result: RunResult) -> str:
     if result.metrics:
         lines.append("public evaluation: " + ", ".join(f"{k} {v:.4f}" for k, v in result.metrics.items()))
     if result.epsilon is not None:
-        said = result.statement
-        lines.append(
-            f"epsilon {result.epsilon:.4f} at delta {said.get('delta')} per {said.get('unit')} "
-            f"({said.get('adjacency')}), against {said.get('adversary')}"
-        )
+        from fedlora.report.conditions import conditions_line
+
+        lines.append(f"epsilon {result.epsilon:.4f}: {conditions_line(result.statement)}")
     else:
         lines.append("no privacy")
     lines += [f"warning: {line}" for line in result.warnings]
     if result.adapter is not None:
         lines.append(f"adapter: {result.adapter} (PEFT format, reloaded and checked)")
-    lines.append(f"run folder: {result.folder}")
+    lines.append(f"run folder: {result.folder}, report: {result.folder / 'report.html'}")
     return "\n".join(lines)

@@ -1,18 +1,20 @@
-"""Several runs side by side: one table, and accuracy against epsilon."""
+"""Several runs side by side: one table, every epsilon with its conditions, accuracy over epsilon and over rounds."""
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from fedlora.report.page import _STYLE, _grid
+import numpy as np
+
+from fedlora.accounting.plot import svg
+from fedlora.report.conditions import conditions_line
+from fedlora.report.html import document, grid, note, section
 from fedlora.report.run_data import RunData
 
 
 def comparison(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return one row per run: name, mechanism, epsilon, delta, rounds, bytes and every metric.
+    """Return one row per run: mechanism, epsilon with its meaning, rounds, bytes, audits and every metric.
 
     Args:
         runs: PUBLIC. Run folders, in the order to show.
@@ -20,16 +22,24 @@ def comparison(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         statement = run.summary.get("statement") or {}
+        verdicts = {str(one.get("attack")): one.get("verdict") for one in run.audits}
         rows.append(
             {
                 "run": run.summary.get("run_id", run.path.name),
                 "status": run.summary.get("status"),
                 "mechanism": statement.get("mechanism"),
                 "epsilon": run.summary.get("epsilon"),
+                "epsilon_means": conditions_line(statement),
                 "delta": statement.get("delta"),
                 "unit": statement.get("unit"),
+                "adjacency": statement.get("adjacency"),
+                "adversary": statement.get("adversary"),
+                "accountant": statement.get("accountant"),
+                "sampling": statement.get("sampling_assumption"),
                 "rounds": run.summary.get("rounds"),
                 "bytes_up": sum(int(record.get("bytes_up") or 0) for record in run.rounds),
+                "seconds": (run.summary.get("seconds") or {}).get("total"),
+                "audits": "; ".join(f"{name}: {word}" for name, word in sorted(verdicts.items())) or "none",
                 **(run.summary.get("metrics") or {}),
             }
         )
@@ -37,16 +47,33 @@ def comparison(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def render_comparison(runs: Sequence[RunData]) -> str:
-    """Return the comparison as one HTML document."""
+    """Return the comparison as one HTML document: runs are columns, so that long conditions stay readable."""
     rows = comparison(runs)
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    table = _grid(heads, [[row.get(head) for head in heads] for row in rows])
-    embedded = json.dumps(rows, allow_nan=False).replace("</", "<\\/")
-    title = html.escape(f"fedlora: {len(runs)} runs")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{title}</title><style>{_STYLE}</style></head><body><main><h1>{title}</h1><section>{table}</section>"
-        f'</main><script type="application/json" id="data">{embedded}</script></body></html>\n'
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
+    table = grid(
+        ["", *(str(row["run"]) for row in rows)],
+        [[k.replace("_", " "), *(r.get(k) for r in rows)] for k in keys],
     )
+    text = "Epsilons compare only where unit, adjacency, adversary and delta are the same."
+    parts = [section("Runs", note(text) + table), _curves(runs, rows)]
+    return document(f"fedlora: {len(runs)} runs", parts, rows)
+
+
+def _curves(runs: Sequence[RunData], rows: Sequence[dict[str, Any]]) -> str:
+    """Return one chart per metric, a curve per run, straight between evaluated rounds."""
+    drawn = []
+    for metric in sorted(
+        {name for run in runs for record in run.rounds for name in (record.get("metrics") or {})}
+    ):
+        found = [run.series("metrics", metric) for run in runs]
+        x = sorted({one for rounds, _ in found for one in rounds})
+        if len(x) < 2:
+            continue
+        curves = {}
+        for place, (row, (rounds, values)) in enumerate(zip(rows, found, strict=True), 1):
+            line = (
+                np.interp(x, rounds, values, left=np.nan, right=np.nan) if rounds else np.full(len(x), np.nan)
+            )
+            curves[f"{place}: {row['run']}"] = line.tolist()
+        drawn.append(svg(metric, "round", [float(one) for one in x], curves, y_label=metric))
+    return section("Over rounds", f'<div class="charts">{"".join(drawn)}</div>') if drawn else ""

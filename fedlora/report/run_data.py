@@ -24,6 +24,7 @@ class RunData:
         config: text of the resolved `config.yaml`.
         environment: `environment.json`.
         clients: `ledger-mirror.json` (the mirror's table), client to its events and figures.
+        ledger: `ledger.json` of a simulation: the clients' own accounts with what is left of their budgets.
         audits: `audit*.json`, verdicts of attacks.
         partition: `partition.json` of a simulation: client to records per label, if it was written.
     """
@@ -34,8 +35,14 @@ class RunData:
     config: str
     environment: Json
     clients: Json
+    ledger: Json
     audits: Sequence[Json]
     partition: Json | None
+
+    def accounts(self) -> dict[str, Json]:
+        """Return client to its ledger's account; empty where the run folder has no ledger (deployments)."""
+        found = self.ledger.get("accounts") or ()
+        return {str((one.get("account") or {}).get("client")): one for one in found}
 
     def series(self, *keys: str) -> tuple[list[int], list[float]]:
         """Rounds and values of one figure, where it exists; `keys` is a path into the round's record.
@@ -79,6 +86,7 @@ def read_run(path: Path) -> RunData:
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
         environment=_read(path / "environment.json"),
         clients=_read(path / "ledger-mirror.json"),
+        ledger=_read(path / "ledger.json"),
         audits=audits,
         partition=_read(path / "partition.json") or None,
     )

@@ -22,6 +22,8 @@ class RoundRecord:
         refused: client to error class (budget or policy).
         failed: client to reason.
         epsilon: largest epsilon any client's own ledger reports so far.
+        epsilon_by_client: client to what its own ledger reported in this round (record-level privacy).
+        diagnostics: gauge drift and noise in the weights, computed by the server from public values.
         residual: aggregation residual.
         metrics: public evaluation (accuracy, loss, ...), where this round was evaluated.
         seconds: wall time per part of the round.
@@ -43,6 +45,8 @@ class RoundRecord:
     bytes_up: int = 0
     bytes_down: int = 0
     adapter: str = ""
+    epsilon_by_client: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""What an epsilon means: unit, adjacency, adversary, delta, accountant and sampling, in one place for every view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
+
+NO_PRIVACY: Final = "no privacy: nothing was clipped or noised"
+
+UNCLIPPED: Final = (
+    "every record's gradient norm is at most max_grad_norm: stated by the configuration, not enforced"
+)
+
+
+def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
+    """Return what a configuration's epsilon means; it goes wherever the figure goes.
+
+    Args:
+        config: resolved configuration. PUBLIC.
+    """
+    privacy = config.privacy
+    if isinstance(privacy, NoPrivacy):
+        return {"privacy": "none", "note": NO_PRIVACY}
+    record = isinstance(privacy, RecordPrivacy)
+    seeded = privacy.noise_source == "seeded-test-only"
+    stated = {} if getattr(config.mechanism, "clipping", True) else {"assumption": UNCLIPPED}
+    return {
+        "privacy": "NO PRIVACY: seeded test noise" if seeded else "differential privacy",
+        "mechanism": config.mechanism.kind,
+        "unit": _unit(config),
+        "adjacency": privacy.adjacency,
+        "adversary": _adversary(config),
+        "delta": privacy.target_delta,
+        "accountant": privacy.accountant,
+        "budget": {
+            "epsilon": privacy.budget.epsilon,
+            "delta": privacy.budget.delta,
+            "window": privacy.budget.window,
+        },
+        "noise_multiplier": privacy.noise_multiplier,
+        "sample_rate": config.training.sample_rate if record else _client_rate(config),
+        "sampling_assumption": _record_sampling(config) if record else _client_sampling(config),
+        **stated,
+    }
+
+
+def _unit(config: FedLoraConfig) -> str:
+    privacy = config.privacy
+    if not isinstance(privacy, RecordPrivacy):
+        return "one client"
+    return "one record, not one person" if privacy.group_by is None else "each person's records"
+
+
+def _adversary(config: FedLoraConfig) -> str:
+    privacy = config.privacy
+    if not isinstance(privacy, RecordPrivacy):
+        return "anyone who sees the global adapters, but not the server"
+    seen = "anyone who sees all updates, the server included"
+    if getattr(config.mechanism, "projection_source", "client") == "shared":
+        return f"{seen}, if the server draws each projection honestly and after the adapter is fixed"
+    return seen
+
+
+def _record_sampling(config: FedLoraConfig) -> str:
+    rate = config.training.sample_rate
+    if rate >= 1.0:
+        return "no amplification by sampling is claimed; the divisor is the public expected batch size"
+    return f"Poisson sampling at the public rate {rate:.4g}; the divisor is the public expected batch size"
+
+
+def _client_rate(config: FedLoraConfig) -> float:
+    asked = config.federation.clients_per_round
+    return asked if isinstance(asked, float) else 1.0
+
+
+def _client_sampling(config: FedLoraConfig) -> str:
+    rate = _client_rate(config)
+    if rate < 1.0:
+        return f"Poisson sampling of clients at the public rate {rate:.4g}; the divisor is their public expected number"
+    return "no amplification by sampling is claimed; the divisor is the public expected number of clients"
+
+
+def conditions_line(statement: Mapping[str, Any]) -> str:
+    """Return the conditions of an epsilon as one line, for captions and terminals.
+
+    Args:
+        statement: what `conditions_of` returned, or a run's `summary.json` "statement".
+
+    Example:
+        >>> conditions_line({"unit": "one client", "adjacency": "add_or_remove", "adversary": "all but the server",
+        ...                  "delta": 1e-05, "accountant": "best", "sampling_assumption": "no amplification"})
+        'per one client, add_or_remove, delta 1e-05, against all but the server; accountant best; no amplification'
+    """
+    if not statement or statement.get("privacy") == "none":
+        return "no privacy"
+    missing = "not stated"
+    delta = statement.get("delta")
+    sampling = statement.get("sampling_assumption", statement.get("sampling", missing))
+    line = (
+        f"per {statement.get('unit', missing)}, {statement.get('adjacency', missing)}, "
+        f"delta {missing if delta is None else format(delta, 'g')}, against {statement.get('adversary', missing)}; "
+        f"accountant {statement.get('accountant', missing)}; {sampling}"
+    )
+    if "assumption" in statement:
+        line += f"; assumed: {statement['assumption']}"
+    said = str(statement.get("privacy", ""))
+    return f"{said}; {line}" if said.startswith("NO PRIVACY") else line
