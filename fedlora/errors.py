@@ -33,6 +33,7 @@ FedLoraError                                  1
 ├ CheckpointError                            63
 ├ DeploymentError                            70
 │ ├ AuthenticationError                      71
+│ │ └ PeerIdentityError                      73
 │ └ TrainerUnreachableError                  72
 └ SimulationError                            80
   └ ClusterUnreachableError                  81
@@ -268,6 +269,12 @@ class AuthenticationError(DeploymentError):
     """A key, certificate or token was refused."""
 
     exit_code = 71
+
+
+class PeerIdentityError(AuthenticationError):
+    """Keys of secure aggregation are not signed by the pinned identity of the client that they are said to be of."""
+
+    exit_code = 73
 
 
 class TrainerUnreachableError(DeploymentError):

@@ -20,6 +20,7 @@ from fedlora.adapters.projection_recipe import with_projection
 from fedlora.aggregation import AggregateResult, Aggregator
 from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
 from fedlora.simulation.messages import from_record, to_record
+from fedlora.training.packets import packet_bytes
 from fedlora.training.port import pack_request, unpack_reply
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.wire import (
@@ -31,7 +32,7 @@ from fedlora.wire import (
     predict_size,
     to_arrays,
 )
-from strategies.records import RoundRecord, packet_bytes, plain_specs, record_of, round_metrics
+from strategies.records import RoundRecord, plain_specs, record_of, round_metrics
 from strategies.sampling import ClientSampler
 from strategies.secure import secure_result
 
@@ -259,6 +260,7 @@ class FedLoraStrategy(Strategy):
             run_id=self.facts.run_id,
             server_round=self.rounds[-1].server_round,
             timeout_seconds=self.facts.timeout_seconds,
+            record=self.rounds[-1],
         )
 
     def _use(self, found: Sequence[RoundReply], guard: ReplyGuard, record: RoundRecord) -> list[str]:

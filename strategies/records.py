@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import Array, ArrayRecord, MetricRecord
 
 from fedlora.aggregation import AggregateResult
-from fedlora.training.port import Packet
 from fedlora.wire import AdapterPayload, ModuleSpec, to_arrays
 
 
@@ -25,7 +23,7 @@ class RoundRecord:
         rejected: client to reason (failed checks, failed training).
         missing: asked, but no answer in time.
         epsilon: client to what its own ledger says (binding).
-        wire_bytes_up: bytes of the answers' packed arrays and headers as they came.
+        wire_bytes_up: bytes of the answers' packed arrays and headers as they came, masking steps included.
         wire_bytes_down: the same of what was sent.
         result: the aggregate, or None if the round failed.
     """
@@ -40,12 +38,6 @@ class RoundRecord:
     wire_bytes_up: int = 0
     wire_bytes_down: int = 0
     result: AggregateResult | None = None
-
-
-def packet_bytes(packet: Packet) -> int:
-    """Bytes of a packet's arrays and header on the wire, without the transport's own framing."""
-    header = json.dumps(dict(packet.header), separators=(",", ":"))
-    return sum(int(array.nbytes) for array in packet.arrays.values()) + len(header.encode())
 
 
 def plain_specs(specs: Mapping[str, ModuleSpec]) -> dict[str, list[float]]:

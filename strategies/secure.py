@@ -1,4 +1,4 @@
-"""Secure aggregation over Flower's Message API: four question-and-answer steps after the training round."""
+"""Secure aggregation over Flower's Message API: question-and-answer steps after the training round."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedlora.aggregation import AggregateResult, Aggregator
-from fedlora.aggregation.secagg_blocks import encoding_for, update_shapes, vector_blocks
+from fedlora.aggregation.secagg_blocks import encoding_for, share_limit, update_shapes, vector_blocks
 from fedlora.aggregation.secagg_client import SecAggPlan
-from fedlora.aggregation.secagg_round import Body, secure_sum
-from fedlora.errors import FedLoraError
+from fedlora.aggregation.secagg_round import REFUSED, Body, secure_sum
+from fedlora.errors import FedLoraError, WireError
 from fedlora.simulation.messages import from_record, to_record
+from fedlora.training.packets import packet_bytes
+from fedlora.training.port import FAILURE
 from fedlora.training.secure import pack_step, unpack_step
+from strategies.records import RoundRecord
 
 _LOG = logging.getLogger(__name__)
 COMPLETE_GRAPH_UP_TO = 64
 """Up to so many clients everybody masks with everybody; above, each with so many neighbours."""
-NOISE_TAIL = 6.0
-"""Numbers are clipped at the clipping norm plus so many standard deviations of a share of noise."""
 DEFAULT_LIMIT = 8.0
 """Largest magnitude of one number of an update where no clipping norm bounds it."""
 
@@ -30,9 +31,9 @@ def secure_plan(aggregator: Aggregator, run_id: str, server_round: int, clients:
     """Return a round's public constants: encoding, thresholds, fewest clients in a sum."""
     plan = aggregator.plan
     limit = DEFAULT_LIMIT if aggregator.rules.max_norm is None else aggregator.rules.max_norm
-    if plan is not None:
-        limit = plan.clipping_norm + NOISE_TAIL * plan.share_stddev
     least = max(2, aggregator.rules.min_replies)
+    if plan is not None:
+        limit, least = share_limit(plan), max(least, plan.honest_clients or 0)
     return SecAggPlan(run_id, server_round, encoding_for(limit, max(clients, 2)), least_clients=least)
 
 
@@ -49,34 +50,40 @@ class GridExchange:
     def __init__(self, grid: Grid, home: Mapping[str, int], plan: SecAggPlan, timeout_seconds: float) -> None:
         """Bind the parts."""
         self._grid, self._home, self._plan, self._timeout = grid, home, plan, timeout_seconds
+        self.bytes_up = self.bytes_down = 0
+        """Bytes of all steps so far, as `packet_bytes` counts them."""
 
     def __call__(self, step: str, questions: Mapping[str, Body]) -> dict[str, Body]:
         """Ask each node for its clients; whoever does not answer in time is a dropout."""
         by_node: dict[int, dict[str, Body]] = {}
         for client, body in questions.items():
             by_node.setdefault(self._home[client], {})[client] = body
-        messages = [
-            Message(
-                to_record(pack_step(self._plan, step, bodies)), node, MessageType.QUERY, ttl=self._timeout
-            )
-            for node, bodies in sorted(by_node.items())
-        ]
+        messages = []
+        for node, bodies in sorted(by_node.items()):
+            packet = pack_step(self._plan, step, bodies)
+            self.bytes_down += packet_bytes(packet)
+            messages.append(Message(to_record(packet), node, MessageType.QUERY, ttl=self._timeout))
         answers: dict[str, Body] = {}
         for reply in self._grid.send_and_receive(messages, timeout=self._timeout):
-            own = set(by_node.get(reply.metadata.src_node_id, {}))
-            answers.update({c: body for c, body in self._read(reply, step).items() if c in own})
+            own = by_node.get(reply.metadata.src_node_id, {})
+            answers.update({c: body for c, body in self._read(reply, step, tuple(own)).items() if c in own})
         return answers
 
-    def _read(self, reply: Message, step: str) -> dict[str, Body]:
-        if reply.has_error():
-            _LOG.warning("secure aggregation: step %s: %s", step, reply.error.reason)
-            return {}
+    def _read(self, reply: Message, step: str, own: Sequence[str]) -> dict[str, Body]:
         try:
-            plan, answered, bodies = unpack_step(from_record(reply.content))
+            if reply.has_error():
+                raise WireError(reply.error.reason or f"error code {reply.error.code}")
+            packet = from_record(reply.content)
+            self.bytes_up += packet_bytes(packet)
+            if packet.header.get("op") == FAILURE:
+                raise WireError(f"{packet.header.get('error')}: {packet.header.get('message')}")
+            plan, answered, bodies = unpack_step(packet)
+            if plan != self._plan or answered != step:
+                raise WireError("the answer belongs to another step or plan")
         except (FedLoraError, ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("secure aggregation: step %s: %s", step, error)
-            return {}
-        return bodies if plan == self._plan and answered == step else {}
+            return {client: {REFUSED: f"step {step}: {error}"} for client in own}
+        return bodies
 
 
 def secure_result(
@@ -88,6 +95,7 @@ def secure_result(
     run_id: str,
     server_round: int,
     timeout_seconds: float,
+    record: RoundRecord | None = None,
 ) -> AggregateResult:
     """Open the sum of the clients' withheld updates and finish the round with it.
 
@@ -98,7 +106,8 @@ def secure_result(
         clients: who trained and withholds an update.
         run_id: unique name of the run.
         server_round: round number.
-        timeout_seconds: bound of each of the four steps.
+        timeout_seconds: bound of each step.
+        record: gets the steps' bytes, and the reason of every client that refuses one, also if the round fails.
 
     Raises:
         TooFewRepliesError: too many dropouts; nothing was opened.
@@ -109,7 +118,23 @@ def secure_result(
     count = sum(math.prod(shape) for shape in shapes.values())
     degree = None if len(clients) <= COMPLETE_GRAPH_UP_TO else COMPLETE_GRAPH_UP_TO
     exchange = GridExchange(grid, home, plan, timeout_seconds)
-    total, used = secure_sum(
-        exchange, plan, sorted(clients), count, degree, before_open=aggregator.authorize_sum
-    )
+    refused: dict[str, str] = {}
+    try:
+        total, used = secure_sum(
+            exchange,
+            plan,
+            sorted(clients),
+            count,
+            degree,
+            before_open=aggregator.authorize_sum,
+            on_refused=refused.__setitem__,
+        )
+    finally:
+        if record is not None:
+            record.wire_bytes_up += exchange.bytes_up
+            record.wire_bytes_down += exchange.bytes_down
+            record.rejected.update(refused)
+    if record is not None:
+        for client in set(used) & set(refused):  # it refused the last step; its update is in the sum
+            record.rejected.pop(client)
     return aggregator.finish_sum(used, vector_blocks(total, shapes))

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from fedlora.aggregation.client_privacy import ClientPlan
 from fedlora.aggregation.secagg_field import FixedPoint
 from fedlora.aggregation.types import Float64
 from fedlora.errors import InconsistentRepliesError, LayoutMismatchError
 from fedlora.wire.layout import expected_blocks
 from fedlora.wire.payload import AdapterLayout, AdapterPayload, PayloadKind
+
+NOISE_TAIL: Final = 6.0
+"""Numbers are clipped at the clipping norm plus so many standard deviations of a share of noise."""
+
+
+def share_limit(plan: ClientPlan) -> float:
+    """Return the bound of one number of an update that is clipped and has its share of noise."""
+    return plan.clipping_norm + NOISE_TAIL * plan.share_stddev
 
 
 def update_shapes(layout: AdapterLayout, kind: PayloadKind) -> dict[str, tuple[int, ...]]:

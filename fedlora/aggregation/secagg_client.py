@@ -3,12 +3,14 @@
 Protocol: "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (Bonawitz et al., Figure 4,
 honest-but-curious server), on a sparse graph of neighbours as in "Secure Single-Server Aggregation with
 (Poly)Logarithmic Overhead" (Bell et al., Algorithm 2). With identity signatures on the keys a server cannot
-put keys of its own between clients.
+put keys of its own between clients; the signed lists (Figure 4's consistency check) stop it from telling clients
+different stories about who dropped out.
 
 ```
 keys     -> two public keys (masks, sealed shares), optionally signed
 shares   -> for each neighbour: sealed shares of the mask key and of the self-mask seed
 masked   -> encoded update + self mask +- pairwise masks
+confirm  -> signature over the lists of answering and dropped clients (only where keys are signed)
 unmask   -> per neighbour ONE share: of the seed if it answered, of the mask key if it dropped out
 ```
 """
@@ -36,7 +38,7 @@ from fedlora.aggregation.secagg_keys import (
     seal,
     unseal,
 )
-from fedlora.errors import AuthenticationError, StaleRoundError, TooFewRepliesError
+from fedlora.errors import PeerIdentityError, StaleRoundError, TooFewRepliesError
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(client, message, signature) -> whether that client's pinned identity key signed it."""
@@ -113,6 +115,7 @@ class SecAggClient:
         self.client, self._plan, self._sign, self._verify = client, plan, sign, verify
         self._secrets = _Secrets(new_private(), new_private(), os.urandom(KEY_BYTES))
         self._step = 0
+        self._lists: bytes | None = None
 
     def _next(self, step: int) -> None:
         if self._step != step:
@@ -140,15 +143,16 @@ class SecAggClient:
             neighbours: announced keys of the neighbours in the graph (not this client's own).
 
         Raises:
-            AuthenticationError: a signature does not hold.
+            PeerIdentityError: keys are not signed by the pinned identity of their client.
             TooFewRepliesError: too few neighbours to hide among.
         """
         self._next(1)
         own = self._secrets
         for keys in neighbours:
             if self._verify is not None and not self._verify(keys.client, self._signed(keys), keys.signature):
-                raise AuthenticationError(
-                    f"secure aggregation: the keys of client {keys.client!r} are not signed by its identity"
+                raise PeerIdentityError(
+                    f"secure aggregation: the keys of client {keys.client!r} are not signed by its pinned identity; "
+                    f"client {self.client!r} sends nothing. Somebody may stand between the clients"
                 )
         own.peers = {keys.client: keys for keys in neighbours if keys.client != self.client}
         if len(own.peers) + 1 < self._plan.least_clients or len(own.peers) < 1:
@@ -209,22 +213,24 @@ class SecAggClient:
                 total -= mask
         return total
 
-    def unmask(
-        self, answered: Sequence[str], dropped: Sequence[str]
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Step 4: reveal one share per neighbour - never both of anybody's.
-
-        Args:
-            answered: clients whose masked update is in the sum (this client among them).
-            dropped: clients that completed step 2 and did not answer step 3.
-
-        Returns: (shares of self-mask seeds of neighbours that answered, shares of mask keys of dropped ones).
+    def confirm(self, answered: Sequence[str], dropped: Sequence[str]) -> bytes:
+        """Step 4, where keys are signed: accept the lists and sign them; `unmask` takes no others afterwards.
 
         Raises:
-            StaleRoundError: if the two lists overlap or leave a neighbour out.
+            StaleRoundError: if the lists contradict each other or this client's own view.
             TooFewRepliesError: too few answers: the sum would hide nobody.
         """
         self._next(3)
+        self._check_lists(answered, dropped)
+        self._lists = self._listed(answered, dropped)
+        return b"" if self._sign is None else self._sign(self._lists)
+
+    def _listed(self, answered: Sequence[str], dropped: Sequence[str]) -> bytes:
+        return self._plan.context("answered", *sorted(answered)) + self._plan.context(
+            "dropped", *sorted(dropped)
+        )
+
+    def _check_lists(self, answered: Sequence[str], dropped: Sequence[str]) -> None:
         alive, gone = set(answered), set(dropped)
         known = set(self._secrets.received)
         if alive & gone or not known <= alive | gone or self.client not in alive:
@@ -238,9 +244,45 @@ class SecAggClient:
             )
         if len(known & alive) < self._plan.threshold(len(self._secrets.peers)):
             raise TooFewRepliesError("secure aggregation: too few of this client's neighbours answered")
-        received = self._secrets.received
-        seeds = {peer: received[peer][1] for peer in sorted(known & alive)}
-        keys = {peer: received[peer][0] for peer in sorted(known & gone)}
+
+    def _check_confirmed(self, lists: bytes, confirmed: Mapping[str, bytes]) -> None:
+        if self._verify is None:
+            return
+        if lists != self._lists:
+            raise StaleRoundError(
+                "secure aggregation: the lists of clients are not those that this client signed; nothing is revealed"
+            )
+        peers = self._secrets.peers
+        agreed = [p for p, sig in confirmed.items() if p in peers and self._verify(p, lists, sig)]
+        if len(agreed) < self._plan.threshold(len(peers)):
+            raise PeerIdentityError(
+                f"secure aggregation: {len(agreed)} neighbours of client {self.client!r} signed the same lists; "
+                f"{self._plan.threshold(len(peers))} needed. The server may tell clients different stories"
+            )
+
+    def unmask(
+        self, answered: Sequence[str], dropped: Sequence[str], confirmed: Mapping[str, bytes] | None = None
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Last step: reveal one share per neighbour - never both of anybody's.
+
+        Args:
+            answered: clients whose masked update is in the sum (this client among them).
+            dropped: clients that completed step 2 and did not answer step 3.
+            confirmed: client to its signature over the same lists; needed where signatures are verified.
+
+        Returns: (shares of self-mask seeds of neighbours that answered, shares of mask keys of dropped ones).
+
+        Raises:
+            StaleRoundError: if the lists contradict each other, this client's own view or what it signed.
+            TooFewRepliesError: too few answers: the sum would hide nobody.
+            PeerIdentityError: too few neighbours signed the same lists.
+        """
+        self._next(3 if self._lists is None else 4)
+        self._check_lists(answered, dropped)
+        self._check_confirmed(self._listed(answered, dropped), confirmed or {})
+        received, alive = self._secrets.received, set(answered)
+        seeds = {peer: share[1] for peer, share in sorted(received.items()) if peer in alive}
+        keys = {peer: share[0] for peer, share in sorted(received.items()) if peer not in alive}
         self._secrets.received = {}
         return seeds, keys
 

@@ -1,7 +1,7 @@
-"""Secure aggregation as four exchanges of plain records, whatever carries them.
+"""Secure aggregation as a few exchanges of plain records, whatever carries them.
 
 `secure_sum` runs at the server over any `Exchange`; `SecAggNode` answers at a node for its clients. A client
-that does not answer a step is a dropout from then on.
+that does not answer a step, or refuses it, is a dropout from then on; a refusal comes back with its reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fedlora.aggregation.secagg_client import ClientKeys, SecAggClient, SecAggPl
 from fedlora.aggregation.secagg_server import SecAggServer
 from fedlora.errors import FedLoraError, WireError
 
-STEPS: Final = ("keys", "shares", "masked", "unmask")
+STEPS: Final = ("keys", "shares", "masked", "confirm", "unmask")
+"""In order; "confirm" is asked for only where a client signs its keys."""
+REFUSED: Final = "refused"
 Body = Mapping[str, Any]
 """JSON-ready values, and under "vector" a numpy array."""
 
@@ -31,6 +33,7 @@ def secure_sum(
     count: int,
     degree: int | None = None,
     before_open: Callable[[tuple[str, ...]], None] | None = None,
+    on_refused: Callable[[str, str], None] | None = None,
 ) -> tuple[npt.NDArray[np.float64], tuple[str, ...]]:
     """Return the sum of the clients' vectors without seeing one of them.
 
@@ -42,6 +45,8 @@ def secure_sum(
         degree: neighbours per client, None for everybody.
         before_open: called with the answering clients before anything is unmasked; raising keeps the
             sum hidden (ledger charge, honest-count check).
+        on_refused: called with a client and its reason where it refuses a step (keys without its peers'
+            signatures, contradicting lists).
 
     Returns: (sum, clients in it).
 
@@ -49,20 +54,20 @@ def secure_sum(
         TooFewRepliesError: too many dropouts; nothing was opened.
     """
     server = SecAggServer(plan, count, degree)
-    announced = exchange("keys", {client: {} for client in clients})
+
+    def ask(step: str, questions: Mapping[str, Body]) -> dict[str, Body]:
+        return _without_refusals(exchange(step, questions), on_refused)
+
+    announced = ask("keys", {client: {} for client in clients})
     keys = [
         read for client, body in sorted(announced.items()) if (read := _read_keys(client, body)) is not None
     ]
     questions = server.take_keys(keys)
-    sealed = exchange(
-        "shares", {c: {"neighbours": [_write_keys(k) for k in ks]} for c, ks in questions.items()}
-    )
+    sealed = ask("shares", {c: {"neighbours": [_write_keys(k) for k in ks]} for c, ks in questions.items()})
     routed = server.take_shares(
         {c: blobs for c, body in sealed.items() if (blobs := _read_blobs(body)) is not None}
     )
-    masked = exchange(
-        "masked", {c: {"sealed": {p: b.hex() for p, b in own.items()}} for c, own in routed.items()}
-    )
+    masked = ask("masked", {c: {"sealed": {p: b.hex() for p, b in own.items()}} for c, own in routed.items()})
     for client in sorted(masked):
         try:
             server.take_masked(client, np.asarray(masked[client].get("vector")))
@@ -70,13 +75,28 @@ def secure_sum(
             continue
     if before_open is not None:
         before_open(server.answered)
-    lists = {"answered": list(server.answered), "dropped": list(server.dropped)}
-    opened = exchange("unmask", dict.fromkeys(server.answered, lists))
+    lists: dict[str, Any] = {"answered": list(server.answered), "dropped": list(server.dropped)}
+    if any(one.signature for one in keys):
+        signed = ask("confirm", dict.fromkeys(server.answered, lists))
+        lists["confirmed"] = {c: str(body.get("signature", "")) for c, body in sorted(signed.items())}
+    opened = ask("unmask", dict.fromkeys(server.answered, lists))
     for client in sorted(opened):
         read_shares = _read_shares(opened[client])
         if read_shares is not None and client in server.answered:
             server.take_unmask(client, *read_shares)
     return server.open()
+
+
+def _without_refusals(
+    answers: Mapping[str, Body], on_refused: Callable[[str, str], None] | None
+) -> dict[str, Body]:
+    kept: dict[str, Body] = {}
+    for client, body in answers.items():
+        if REFUSED not in body:
+            kept[client] = body
+        elif on_refused is not None:
+            on_refused(client, str(body[REFUSED])[:1000])
+    return kept
 
 
 class SecAggNode:
@@ -103,7 +123,7 @@ class SecAggNode:
         self._clients: dict[str, SecAggClient] = {}
 
     def handle(self, step: str, questions: Mapping[str, Body]) -> dict[str, Body]:
-        """Answer one step; a client whose step fails is left out (it drops out).
+        """Answer one step; a client whose step fails drops out, with its reason under "refused".
 
         Raises:
             WireError: if there is no such step.
@@ -114,7 +134,10 @@ class SecAggNode:
         for client, body in sorted(questions.items()):
             try:
                 answers[client] = self._answer(step, client, body)
-            except (FedLoraError, KeyError, ValueError, TypeError):
+            except FedLoraError as error:
+                self._clients.pop(client, None)
+                answers[client] = {REFUSED: f"{type(error).__name__} (exit code {error.exit_code}): {error}"}
+            except (KeyError, ValueError, TypeError, AttributeError):
                 self._clients.pop(client, None)
         return answers
 
@@ -131,7 +154,11 @@ class SecAggNode:
         if step == "masked":
             sealed = {str(peer): bytes.fromhex(blob) for peer, blob in body["sealed"].items()}
             return {"vector": own.masked(sealed, self._update(client))}
-        seeds, privates = own.unmask(list(body["answered"]), list(body["dropped"]))
+        answered, dropped = list(body["answered"]), list(body["dropped"])
+        if step == "confirm":
+            return {"signature": own.confirm(answered, dropped).hex()}
+        confirmed = {str(peer): bytes.fromhex(one) for peer, one in body.get("confirmed", {}).items()}
+        seeds, privates = own.unmask(answered, dropped, confirmed)
         return {
             "seeds": {peer: hex(share) for peer, share in seeds.items()},
             "keys": {peer: hex(share) for peer, share in privates.items()},

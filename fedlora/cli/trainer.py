@@ -117,6 +117,8 @@ class RunningTrainer:
 
     def facts(self) -> dict[str, Any]:
         """Return public facts for state files and `--json`."""
+        from fedlora.training.pinned import sums_hold_against
+
         hello = self._site.trainer.hello()
         return {
             "site": self._config.site.name,
@@ -125,6 +127,7 @@ class RunningTrainer:
             "socket": str(site_path(self._file, self._config.socket.path)),
             "dataset": self._config.data.name,
             "budget": self._config.budget.epsilon,
+            "secure_sums_hold_against": sums_hold_against(self._config),
         }
 
     def summary(self) -> str:

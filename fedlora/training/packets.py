@@ -16,7 +16,9 @@ from fedlora.errors import PayloadTooLargeError, WireError
 
 _MAGIC: Final = b"FLRP"
 _PREFIX: Final = struct.Struct(">4sIQ")
-_DTYPES: Final = frozenset({"float32", "float64", "float16", "uint16", "uint8", "int8", "int32", "int64"})
+_DTYPES: Final = frozenset(
+    {"float32", "float64", "float16", "uint8", "uint16", "uint32", "uint64", "int8", "int32", "int64"}
+)
 DEFAULT_MAX_BYTES: Final = 1_100_000_000
 """Largest packet that `decode_packet` accepts unless told otherwise, in bytes."""
 
@@ -29,6 +31,12 @@ class Packet:
 
     header: Mapping[str, Any]
     arrays: Mapping[str, AnyArray] = field(default_factory=dict)
+
+
+def packet_bytes(packet: Packet) -> int:
+    """Bytes of a packet's arrays and header on the wire, without the transport's own framing."""
+    header = json.dumps(dict(packet.header), separators=(",", ":"))
+    return sum(int(array.nbytes) for array in packet.arrays.values()) + len(header.encode())
 
 
 def encode_packet(packet: Packet) -> bytes:

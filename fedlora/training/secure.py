@@ -1,13 +1,14 @@
 """Secure aggregation at a node: finished updates are withheld and leave only as masked vectors.
 
 A round under secure aggregation has two parts. The round request is answered without updates
-(`withhold`); then the four steps of `fedlora.aggregation.secagg_round` follow, whose third sends each client's
+(`withhold`); then the steps of `fedlora.aggregation.secagg_round` follow, whose third sends each client's
 update under masks that only the sum takes off. Under client-level privacy with noise at the clients the
 update is clipped here and gets its share of noise before it is encoded.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from fedlora.aggregation import NormalSource, client_plan, clip_and_share
-from fedlora.aggregation.secagg_blocks import update_vector
+from fedlora.aggregation.secagg_blocks import encoding_for, share_limit, update_vector
 from fedlora.aggregation.secagg_client import SecAggPlan, Verify
 from fedlora.aggregation.secagg_field import FixedPoint
-from fedlora.aggregation.secagg_round import Body, SecAggNode
+from fedlora.aggregation.secagg_round import REFUSED, Body, SecAggNode
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.errors import PolicyRefusedError, StaleRoundError, WireError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
@@ -31,7 +32,11 @@ from fedlora.training.port import SECAGG, Packet
 from fedlora.training.requests import ClientReply, RoundRequest
 from fedlora.wire.payload import AdapterPayload
 
+_LOG = logging.getLogger(__name__)
+
 VECTOR: Final = "vector/"
+PINNED_THRESHOLD: Final = 2 / 3
+"""Least share of neighbours whose shares restore a secret where the server is not trusted with the lists."""
 Replies = tuple[ClientReply, ...]
 
 NormalsFor = Callable[[FedLoraConfig, str, int], NormalSource]
@@ -166,6 +171,7 @@ class SecureDesk:
         self._normals, self._least = normals, least_clients
         self._sign, self._verify = sign, verify
         self._held: dict[str, _Withheld] = {}
+        self._privacy: ClientPrivacy | None = None
         self._round: tuple[str, int] | None = None
         self._node: SecAggNode | None = None
         self._plan: SecAggPlan | None = None
@@ -180,6 +186,9 @@ class SecureDesk:
     ) -> None:
         """Keep a round's updates; those of an earlier round are forgotten."""
         self._held = {client: _Withheld(payload, current, config) for client, payload in updates.items()}
+        privacy = getattr(config, "privacy", None)
+        shares = isinstance(privacy, ClientPrivacy) and privacy.noise_at == "clients"
+        self._privacy = privacy if shares else None
         self._round, self._node, self._plan = (run_id, server_round), None, None
 
     def handle(self, packet: Packet) -> Packet:
@@ -195,18 +204,37 @@ class SecureDesk:
                 f"secure aggregation: run {plan.run_id!r} round {plan.server_round} is not the round whose updates "
                 "are withheld here, or its plan changed"
             )
-        if plan.least_clients < self._least or plan.threshold_share <= 0.5:
-            raise PolicyRefusedError(
-                f"secure aggregation: the server would open sums of {plan.least_clients} clients at threshold "
-                f"{plan.threshold_share}; this site needs at least {self._least} and more than 0.5"
-            )
+        self._check_plan(plan)
         if self._node is None:
             self._plan = plan
             self._node = SecAggNode(plan, self._vector, sign=self._sign, verify=self._verify)
-        mine = {
-            client: body for client, body in questions.items() if client in self._held or step == "unmask"
-        }
-        return pack_step(plan, step, self._node.handle(step, mine))
+        late = step in ("confirm", "unmask")
+        mine = {client: body for client, body in questions.items() if late or client in self._held}
+        answers = self._node.handle(step, mine)
+        for client, body in answers.items():
+            if REFUSED in body:
+                _LOG.warning("secure aggregation: step %s: client %s: %s", step, client, body[REFUSED])
+        return pack_step(plan, step, answers)
+
+    def _check_plan(self, plan: SecAggPlan) -> None:
+        """Hold the server's constants against the site's floor and, with shares of noise, the run's own terms."""
+        floor, share = self._least, PINNED_THRESHOLD - 1e-9 if self._verify is not None else 0.5
+        if self._privacy is not None:
+            terms = client_plan(self._privacy, expected_clients=1.0, sample_rate=None)
+            floor = max(floor, terms.honest_clients or 0)
+            own = encoding_for(share_limit(terms), plan.encoding.clients)
+            if plan.encoding.bits != own.bits or not math.isclose(
+                plan.encoding.limit, own.limit, rel_tol=1e-6
+            ):
+                raise PolicyRefusedError(
+                    f"secure aggregation: encoding of limit {plan.encoding.limit:g} in {plan.encoding.bits} bits; the "
+                    f"noise needs {own.limit:g} in {own.bits}: another one would cut or drown the shares of noise"
+                )
+        if plan.least_clients < floor or plan.threshold_share <= share:
+            raise PolicyRefusedError(
+                f"secure aggregation: the server would open sums of {plan.least_clients} clients at threshold "
+                f"{plan.threshold_share}; this site needs at least {floor} and more than {share:.3f}"
+            )
 
     def _vector(self, client: str) -> npt.NDArray[np.float32]:
         held = self._held.pop(client)
