@@ -132,6 +132,7 @@ class Child:
         self._folder, self._log, self._on_line = folder, log, on_line
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
+        self._family: dict[int, str] = {}
 
     def start(self) -> None:
         """Start the process.
@@ -166,8 +167,16 @@ class Child:
         return None if self._process is None else self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
-        return None if self._process is None else self._process.poll()
+        """Return the exit status, or None while it runs; while it runs its descendants are remembered.
+
+        What a killed process leaves behind has no parent any more and could not be found later.
+        """
+        if self._process is None:
+            return None
+        status = self._process.poll()
+        if status is None:
+            self._family.update(_with_start(descendants(self._process.pid)))
+        return status
 
     def wait(self, seconds: float) -> int | None:
         """Wait up to so long; return the exit status, or None if it still runs."""
@@ -185,14 +194,14 @@ class Child:
         """End the process and everything that it started: first politely, then for good."""
         if self._process is None:
             return
-        family = descendants(self._process.pid)
+        self.poll()
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         if self.wait(seconds) is None:
-            family += descendants(self._process.pid)
+            self.poll()
             self._process.kill()
             self.wait(5.0)
-        end_all(family)
+        end_all(pid for pid, started in self._family.items() if _started(pid) == started)
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         stream = process.stdout
@@ -220,6 +229,12 @@ def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
             if not left:
                 return
             time.sleep(0.05)
+
+
+def _with_start(pids: Iterable[int]) -> dict[int, str]:
+    """Return process ids with their start times."""
+    found = {pid: _started(pid) for pid in pids}
+    return {pid: started for pid, started in found.items() if started is not None}
 
 
 def _started(pid: int) -> str | None:

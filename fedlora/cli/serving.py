@@ -152,8 +152,8 @@ class ServerRole:
             if not self._over:
                 self._start_run()
                 status = self._watch(stop)
-            while self._plan.stay and status != "stopped" and not stop.wait(1.0):
-                self._sync_keys()
+            if self._plan.stay and status != "stopped":
+                self._stay(stop, status)
             self._state.update(status=status)
             return status
         except FedLoraError as error:
@@ -292,6 +292,20 @@ class ServerRole:
                 self._start_run()
         self._stop_run()
         return "stopped"
+
+    def _stay(self, stop: StopSignals, status: str) -> None:
+        """Keep serving after the run: keys stay in force, a SuperLink that dies is started again."""
+        self._state.update(status=status)
+        while not stop.wait(1.0):
+            if self._child is None or self._child.poll() is not None:
+                self._again("SuperLink ended")
+                self._start_superlink()
+                self._state.update(status=status)
+                continue
+            try:
+                self._sync_keys()
+            except DeploymentError as error:
+                _LOG.warning("%s", error)
 
     def _finished(self, state: RunState) -> str | None:
         """Return how the run ended, or None if it must be started again.

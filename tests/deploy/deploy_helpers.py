@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["red", "blue", "green", "fast", "slow", "big", "small", "up", "down", "left", "right", "old", "new"]
 
 
-def write_model(folder: Path) -> Path:
-    """Write a random BERT with a word-level tokenizer; the same bytes each time."""
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """Write a random BERT with a word-level tokenizer; the same bytes for the same seed."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -41,7 +41,7 @@ def write_model(folder: Path) -> Path:
         "mask_token": "[MASK]",
     }
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=16,
@@ -166,17 +166,23 @@ class Federation:
         keyring.new_deployment_key(folder / "keys", name)
         keyring.new_identity_key(folder / "keys" / "identity.pem")
         write_rows(folder / "records.jsonl", 60 + number, number)
-        place = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
+        place = self.place(name)
         place.mkdir(mode=0o700, exist_ok=True)
         (folder / "site.yaml").write_text(SITE.format(name=name, socket=place))
         return folder
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start one fedlora command in the root folder; output goes to NAME.log."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    def start(
+        self, name: str, *arguments: str, before: tuple[str, ...] = (), path: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Start one fedlora command in the root folder; output goes to NAME.log.
+
+        `before` is a command that runs it (a namespace, another user); `path` goes first in PYTHONPATH.
+        """
+        places = os.pathsep.join(part for part in (path, str(ROOT)) if part)
+        environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         log = (self.root / f"{name}.log").open("ab")
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedlora.cli.main", *arguments],
+            [*before, sys.executable, "-m", "fedlora.cli.main", *arguments],
             cwd=self.root,
             env=environment,
             stdout=log,
@@ -186,6 +192,10 @@ class Federation:
         log.close()
         self.processes[name] = process
         return process
+
+    def place(self, name: str) -> Path:
+        """Return the folder of a site's socket and token (Unix sockets need short paths)."""
+        return Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
 
     def start_server(self, *more: str) -> subprocess.Popen[bytes]:
         """Start the server."""
@@ -200,7 +210,7 @@ class Federation:
 
     def start_halves(self, name: str) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
         """Start one site's trainer and relay as two commands, `NAME-trainer` and `NAME`."""
-        place = Path("/tmp") / f"fl-{os.getpid()}-{self.port}-{name[-6:]}"
+        place = self.place(name)
         trainer = self.start(f"{name}-trainer", "trainer", f"{name}/site.yaml")
         connection = ["--superlink", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt"]
         own = ["--key", f"{name}/keys/{name}", "--state", f"{name}/state"]

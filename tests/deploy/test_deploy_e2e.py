@@ -22,12 +22,17 @@ from fedlora.ledger import Account, load_secret, open_ledger
 SIGMA, RATE, STEPS, DELTA = 1.25, 8 / 64, 2, 1e-4
 
 
-def true_epsilon(steps: int) -> float:
-    """Epsilon of so many steps, by dp_accounting alone."""
+def true_epsilon_of(sigma: float, steps: int) -> float:
+    """Epsilon of so many steps at one noise multiplier, by dp_accounting alone."""
     accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    event = dp_accounting.PoissonSampledDpEvent(RATE, dp_accounting.GaussianDpEvent(SIGMA))
+    event = dp_accounting.PoissonSampledDpEvent(RATE, dp_accounting.GaussianDpEvent(sigma))
     accountant.compose(event, steps)
     return float(accountant.get_epsilon(DELTA))
+
+
+def true_epsilon(steps: int) -> float:
+    """Epsilon of so many steps of this file's runs."""
+    return true_epsilon_of(SIGMA, steps)
 
 
 def spent(federation: Federation, site: str) -> tuple[float, list[tuple[int, str, int]]]:
