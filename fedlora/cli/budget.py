@@ -28,6 +28,21 @@ KeyOption = Annotated[Path | None, typer.Option("--key", help="File with the led
 AnchorOption = Annotated[Path | None, typer.Option("--anchor", help="Anchor file (default: LEDGER.anchor).")]
 ClientOption = Annotated[str, typer.Option("--client", help="Only this client.")]
 DatasetOption = Annotated[str, typer.Option("--dataset", help="Only this data set.")]
+PlanConfig = Annotated[
+    str, typer.Argument(metavar="[CONFIG]", help="The run's YAML file (or use the options).")
+]
+PlanOverrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")
+]
+EventOption = Annotated[str, typer.Option("--event", help="Accounting event of one step, as JSON.")]
+NoiseOption = Annotated[float | None, typer.Option(help="Noise over clipping norm.")]
+RateOption = Annotated[float | None, typer.Option(help="Poisson rate; left out: all records each step.")]
+StepsOption = Annotated[int | None, typer.Option(help="Noised steps in all.")]
+NewEpsilon = Annotated[
+    float | None, typer.Option(help="Budget for an account that is not in the ledger yet.")
+]
+NewDelta = Annotated[float | None, typer.Option(help="Its delta.")]
+NewAdjacency = Annotated[str, typer.Option(help="Its neighbouring relation.")]
 SHOWN = 20
 
 
@@ -295,25 +310,17 @@ def amend(
 @app.command()
 def plan(
     ledger: LedgerArgument,
-    config: Annotated[
-        str, typer.Argument(metavar="[CONFIG]", help="The run's YAML file (or use the options).")
-    ] = "",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")
-    ] = None,
+    config: PlanConfig = "",
+    overrides: PlanOverrides = None,
     client: ClientOption = "",
     dataset: DatasetOption = "",
-    event: Annotated[str, typer.Option("--event", help="Accounting event of one step, as JSON.")] = "",
-    noise_multiplier: Annotated[float | None, typer.Option(help="Noise over clipping norm.")] = None,
-    sample_rate: Annotated[
-        float | None, typer.Option(help="Poisson rate; left out: all records each step.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Noised steps in all.")] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Budget for an account that is not in the ledger yet.")
-    ] = None,
-    delta: Annotated[float | None, typer.Option(help="Its delta.")] = None,
-    adjacency: Annotated[str, typer.Option(help="Its neighbouring relation.")] = "add_or_remove",
+    event: EventOption = "",
+    noise_multiplier: NoiseOption = None,
+    sample_rate: RateOption = None,
+    steps: StepsOption = None,
+    epsilon: NewEpsilon = None,
+    delta: NewDelta = None,
+    adjacency: NewAdjacency = "add_or_remove",
     key: KeyOption = None,
     anchor: AnchorOption = None,
     as_json: JsonOption = False,
@@ -324,40 +331,18 @@ def plan(
 
     Example: fedlora budget plan ledger.db --client s1 --dataset news --noise-multiplier 1 --sample-rate .1 --steps 60
     """
-    from fedlora.cli.budget_plan import Plan, plan_from_config, plan_from_options, project
+    from fedlora.cli.budget_plan import plan_from_config, plan_from_options, plan_record, plan_text
 
     if config:
-        wanted: Plan = plan_from_config(config, overrides or [], dataset=dataset)
+        wanted = plan_from_config(config, overrides or [], dataset=dataset)
     else:
         fallback = None if epsilon is None or delta is None else Budget(epsilon, delta, adjacency)
         wanted = plan_from_options(event, noise_multiplier, sample_rate, steps, dataset, fallback)
     if not Path(ledger).exists() and "://" not in ledger:
         raise LedgerError(f"ledger {ledger}: no such file; check the path")
     with open_for(ledger, key, anchor) as opened:
-        known = [
-            item
-            for item in opened.accounts()
-            if item.dataset == wanted.dataset and client in ("", item.client)
-        ]
-        if client and not known:
-            known = [Account(client, wanted.dataset)]
-        if not known:
-            raise LedgerError(
-                f"budget plan: no account for data set {wanted.dataset!r}; name a client with --client"
-            )
-        rows = [project(opened, item, wanted) for item in known]
-    text = "\n".join(
-        f"{row['client']}: spent {row['spent']:.4f}, after the run {row['projected']:.4f} of {row['budget']:g} at "
-        f"delta {row['delta']:g}: {'fits' if row['fits'] else 'does NOT fit'}; at most {row['most_steps']} steps fit"
-        for row in rows
-    )
-    record = {
-        "dataset": wanted.dataset,
-        "steps": wanted.steps,
-        "event": wanted.event.to_json(),
-        "accounts": rows,
-    }
-    emit(record, as_json=as_json, text=text)
+        record = plan_record(opened, wanted, client)
+    emit(record, as_json=as_json, text=plan_text(record))
 
 
 __all__ = ["app", "find_key", "open_for", "report_record"]

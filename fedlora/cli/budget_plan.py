@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlora.accounting import Event, GaussianEvent, PoissonGaussianEvent, calibrate_noise_multiplier
 from fedlora.errors import LedgerError, PrivacyParameterError, UnsupportedEventError
 from fedlora.ledger import Account, Budget, Ledger, person_event
+
+if TYPE_CHECKING:
+    from fedlora.config.schema import FedLoraConfig
 
 _SAMPLED_GAUSSIAN = ("factor", "lora_fa", "prism", "dp_sgd")
 
@@ -83,31 +86,69 @@ def plan_from_config(path: str, overrides: Sequence[str], *, dataset: str) -> Pl
             f"budget plan: mechanism {kind} with unit {privacy.unit}: its event needs the model's shapes or is not "
             "paid by clients; run 'fedlora check CONFIG' and give the event with --event and --steps"
         )
-    rate, steps, group = config.training.sample_rate, total_steps(config), privacy.max_records_per_group
-    unit = "record" if privacy.group_by is None else "person"
-
-    def step(noise: float) -> Event:
-        event = PoissonGaussianEvent(noise, rate)
-        return event if unit == "record" else person_event(event, group, adjacency=privacy.adjacency)
-
+    steps = total_steps(config)
     sigma = privacy.noise_multiplier
     if sigma is None:
         sigma = calibrate_noise_multiplier(
-            lambda noise: step(noise).times(steps),
+            lambda noise: _config_step(config, noise).times(steps),
             float(privacy.target_epsilon or 0.0),
             privacy.target_delta,
             adjacency=privacy.adjacency,
+            accountant_name=privacy.accountant,
         )
+    budget = privacy.budget
     terms = Budget(
-        privacy.budget.epsilon,
-        privacy.budget.delta,
+        budget.epsilon,
+        budget.delta,
         privacy.adjacency,
-        unit,
+        "record" if privacy.group_by is None else "person",
         privacy.accountant,
-        privacy.budget.window,
-        privacy.budget.on_exhausted,
+        budget.window,
+        budget.on_exhausted,
     )
-    return Plan(step(sigma), steps, dataset or config.data.name, terms)
+    return Plan(_config_step(config, sigma), steps, dataset or config.data.name, terms)
+
+
+def _config_step(config: FedLoraConfig, noise_multiplier: float) -> Event:
+    """Return the event of one step of a sampled Gaussian mechanism, for a record or a whole person."""
+    from fedlora.config.schema import RecordPrivacy
+
+    event, privacy = PoissonGaussianEvent(noise_multiplier, config.training.sample_rate), config.privacy
+    if not isinstance(privacy, RecordPrivacy) or privacy.group_by is None:
+        return event
+    return person_event(event, privacy.max_records_per_group, adjacency=privacy.adjacency)
+
+
+def plan_record(ledger: Ledger, plan: Plan, client: str) -> dict[str, Any]:
+    """Return what a plan costs every account of its data set (or one client's).
+
+    Raises:
+        LedgerError: if there is no such account and none can be assumed.
+    """
+    known = [
+        item for item in ledger.accounts() if item.dataset == plan.dataset and client in ("", item.client)
+    ]
+    if client and not known:
+        known = [Account(client, plan.dataset)]
+    if not known:
+        raise LedgerError(
+            f"budget plan: no account for data set {plan.dataset!r}; name a client with --client"
+        )
+    return {
+        "dataset": plan.dataset,
+        "steps": plan.steps,
+        "event": plan.event.to_json(),
+        "accounts": [project(ledger, item, plan) for item in known],
+    }
+
+
+def plan_text(record: Mapping[str, Any]) -> str:
+    """Return a plan's record for people, one line per account."""
+    return "\n".join(
+        f"{row['client']}: spent {row['spent']:.4f}, after the run {row['projected']:.4f} of {row['budget']:g} at "
+        f"delta {row['delta']:g}: {'fits' if row['fits'] else 'does NOT fit'}; at most {row['most_steps']} steps fit"
+        for row in record["accounts"]
+    )
 
 
 def project(ledger: Ledger, account: Account, plan: Plan) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Tables of the ledger (SQLAlchemy Core) and their version."""
+"""Tables of the ledger (SQLAlchemy Core) and their version; indexes are in the migrations alone.
+
+(Naming a PostgreSQL option here would load that dialect in every process.)
+"""
 
 from __future__ import annotations
 
@@ -48,24 +51,6 @@ entries = sa.Table(
     sa.Column("digest", sa.String(64), nullable=False),
     sa.Column("detail", sa.Text, nullable=False),
     sa.Column("mac", sa.LargeBinary(32), nullable=False),
-)
-
-sa.Index(
-    "uq_entries_round",
-    entries.c.run_id,
-    entries.c.server_round,
-    entries.c.account_id,
-    entries.c.attempt,
-    unique=True,
-    sqlite_where=entries.c.kind == "R",
-    postgresql_where=entries.c.kind == "R",
-)
-
-sa.Index(
-    "ix_entries_ref",
-    entries.c.ref,
-    sqlite_where=entries.c.ref > 0,
-    postgresql_where=entries.c.ref > 0,
 )
 
 snapshots = sa.Table(
