@@ -74,7 +74,8 @@ def load_base(config: ModelConfig, num_labels: int | None = None) -> LoadedBase:
         num_labels: number of labels of a classification head; `config.num_labels` otherwise.
 
     Raises:
-        ModelError: if the model cannot be found, loaded or quantised as asked.
+        ModelError: if the model cannot be found, loaded or quantised as asked, or its weights are not
+            those that `model.fingerprint` names.
     """
     labels = _resolve_labels(config, num_labels)
     device = pick_device(config.device)
@@ -86,13 +87,15 @@ def load_base(config: ModelConfig, num_labels: int | None = None) -> LoadedBase:
         model.to(device)
     model.requires_grad_(False)
     model.eval()
+    fingerprint = fingerprint_weights(model, skip=missing)
+    _check_fingerprint(config, fingerprint)
     _align_tokenizer(model, tokenizer)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return LoadedBase(
         model=model,
         tokenizer=tokenizer,
-        fingerprint=fingerprint_weights(model, skip=missing),
+        fingerprint=fingerprint,
         license=location.license,
         device=device,
         location=location,
@@ -200,6 +203,14 @@ def _check_quantization(config: ModelConfig, device: torch.device) -> None:
     if device.type != "cuda":
         raise ModelError(
             f"model.quantization {config.quantization!r} needs a GPU; set model.quantization: null for CPU"
+        )
+
+
+def _check_fingerprint(config: ModelConfig, found: str) -> None:
+    if config.fingerprint is not None and config.fingerprint != found:
+        raise ModelError(
+            f"model {config.name_or_path!r} has the fingerprint {found}, not model.fingerprint {config.fingerprint}: "
+            "other weights or another dtype; use the same revision and dtype, or leave model.fingerprint out"
         )
 
 

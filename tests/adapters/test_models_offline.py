@@ -82,6 +82,19 @@ def test_the_fingerprint_is_of_the_checkpoint_not_of_new_heads(folder: Path) -> 
     assert half.fingerprint != five.fingerprint
 
 
+def test_weights_other_than_the_fingerprint_names_are_refused(folder: Path) -> None:
+    right = load_base(model_config(name_or_path=str(folder))).fingerprint
+    pinned = {"name_or_path": str(folder), "fingerprint": right}
+    assert load_base(model_config(**pinned)).fingerprint == right
+    assert load_base(model_config(**pinned, num_labels=7)).fingerprint == right
+    for other in ({"fingerprint": "0" * 64}, {"dtype": "bfloat16"}):
+        with pytest.raises(ModelError, match="not model.fingerprint .*other weights or another dtype"):
+            load_base(model_config(**(pinned | other)))
+    for malformed in (right[:16], right.upper(), ""):
+        with pytest.raises(ValueError, match="fingerprint"):
+            model_config(name_or_path=str(folder), fingerprint=malformed)
+
+
 def test_new_heads_start_alike_and_the_global_generator_is_left_alone(folder: Path) -> None:
     torch.manual_seed(5)
     want = torch.rand(3)
