@@ -10,7 +10,13 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedlora.aggregation import AggregateResult, Aggregator
-from fedlora.aggregation.secagg_blocks import encoding_for, share_limit, update_shapes, vector_blocks
+from fedlora.aggregation.secagg_blocks import (
+    COMPLETE_GRAPH_UP_TO,
+    encoding_for,
+    share_limit,
+    update_shapes,
+    vector_blocks,
+)
 from fedlora.aggregation.secagg_client import SecAggPlan
 from fedlora.aggregation.secagg_round import REFUSED, Body, secure_sum
 from fedlora.errors import FedLoraError, WireError
@@ -21,8 +27,6 @@ from fedlora.training.secure import pack_step, unpack_step
 from strategies.records import RoundRecord
 
 _LOG = logging.getLogger(__name__)
-COMPLETE_GRAPH_UP_TO = 64
-"""Up to so many clients everybody masks with everybody; above, each with so many neighbours."""
 DEFAULT_LIMIT = 8.0
 """Largest magnitude of one number of an update where no clipping norm bounds it."""
 

@@ -150,12 +150,11 @@ def build_aggregator(
     """
     federation, privacy = config.federation, config.privacy
     problems = aggregation_problems(federation, privacy)
-    if uplink == "projected" and (
-        isinstance(privacy, ClientPrivacy) or federation.aggregation.robust != "none"
-    ):
+    single = federation.aggregation.robust != "none" or federation.secure_aggregation
+    if uplink == "projected" and (isinstance(privacy, ClientPrivacy) or single):
         problems.append(
             "mechanism.kind: noisy_projection sends updates under a projection that changes every round; they are "
-            "averaged plainly: use robust: none and privacy.unit: record"
+            "averaged plainly: use robust: none, secure_aggregation: false and privacy.unit: record"
         )
     if problems:
         raise UnsupportedCombinationError("these settings cannot go together", tuple(problems))

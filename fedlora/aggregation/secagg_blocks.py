@@ -16,6 +16,8 @@ from fedlora.errors import InconsistentRepliesError, LayoutMismatchError
 from fedlora.wire.layout import expected_blocks
 from fedlora.wire.payload import AdapterLayout, AdapterPayload, PayloadKind
 
+COMPLETE_GRAPH_UP_TO: Final = 64
+"""Up to so many clients everybody masks with everybody; above, each with so many neighbours."""
 NOISE_TAIL: Final = 6.0
 """Numbers are clipped at the clipping norm plus so many standard deviations of a share of noise."""
 

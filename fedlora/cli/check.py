@@ -71,6 +71,7 @@ def _static_figures(config: FedLoraConfig, steps: int) -> dict[str, Any]:
 def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
     """Load public parts (and rows for their label names where they are not stated) and derive the figures."""
     from fedlora.simulation.prepare import complete, make_federation
+    from fedlora.training.predicted import clients_of_a_round, predict_round
     from fedlora.wire.layout import payload_bytes, predict_size
 
     clients = None
@@ -79,7 +80,18 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
         config, clients = federation.config, len(federation.parts)
     prepared = complete(config)
     resolved, bench = prepared.config, prepared.bench
-    payload = payload_bytes(bench.initial_payload())
+    start = bench.initial_payload()
+    payload = payload_bytes(start)
+    known = clients or config.deployment.expected_clients or config.federation.min_replies
+    wire = predict_round(
+        resolved,
+        bench.layout,
+        start,
+        bench.mechanism.uplink,
+        bench.event,
+        clients_of_a_round(config, known),
+        signed=clients is None,
+    )
     down = predict_size(bench.layout, bench.mechanism.downlink).total
     up = predict_size(bench.layout, bench.mechanism.uplink, config.federation.compression).total
     base = sum(int(p.numel()) * int(p.element_size()) for p in bench.base.model.parameters())
@@ -89,6 +101,9 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
         "payload_bytes_down": down,
         "payload_bytes_up_per_client": up,
         "payload_bytes_per_client_and_round": down + up,
+        "wire_bytes_down_per_client_and_round": wire.down,
+        "wire_bytes_up_per_client_and_round": wire.up,
+        "wire_bytes_per_round": wire.clients * (wire.down + wire.up),
         "trained_parameters": trained,
         "base_model_bytes": base,
         "per_record_gradient_bytes": trained * 4 * config.training.expected_batch_size,

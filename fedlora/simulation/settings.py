@@ -27,8 +27,8 @@ class RoundRecord:
         residual: aggregation residual.
         metrics: public evaluation (accuracy, loss, ...), where this round was evaluated.
         seconds: wall time per part of the round.
-        bytes_up: bytes of accepted updates.
-        bytes_down: bytes of the global adapter sent.
+        bytes_up: bytes of the answers as they came, masking steps of secure aggregation included.
+        bytes_down: bytes of the requests and questions as they were sent.
         adapter: sha256 of the global adapter after the round.
     """
 
