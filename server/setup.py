@@ -16,14 +16,19 @@ from fedlora.config import config_container
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
+from fedlora.report.conditions import conditions_of
+from fedlora.report.diagnostics import RoundDiagnostics
+from fedlora.report.trackers import Trackers, open_trackers, require_trackers
 from fedlora.simulation.settings import ServerSettings
 from fedlora.training.session import Workbench, build_workbench
+from fedlora.training.starting import starting_payload
 from server.charging import ServerCharge
 from server.evaluation import PublicEvaluator
 from server.folder import RunFolder
 from server.loop import Answers, RoundLoop
 from server.mirror import LedgerMirror
-from server.noise import ServerNoise, is_seeded, sampling_coins
+from server.noise import ServerNoise, sampling_coins
+from server.receipts import open_desk
 from server.roster import Roster
 from strategies.fedlora_strategy import FedLoraStrategy, RunFacts
 from strategies.sampling import ClientSampler
@@ -45,9 +50,13 @@ class Server:
     ledger: Ledger | None
     charge: ServerCharge
     seconds: dict[str, float]
+    trackers: Trackers
 
     def close(self) -> None:
-        """Close the server's ledger."""
+        """Close trackers, the server's ledger and its mirror of receipts."""
+        self.trackers.close(self.loop.state.status)
+        if self.answers.receipts is not None:
+            self.answers.receipts.close()
         if self.ledger is not None:
             self.ledger.close()
 
@@ -65,13 +74,14 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
     """
     started = time.perf_counter()
     config = settings.config
+    require_trackers(config.tracking)
     bench = settings.bench if settings.bench is not None else build_workbench(config)
     loaded = time.perf_counter()
-    roster = Roster(grid, settings.clients, settings.app_hash)
+    roster = Roster(grid, settings.clients, settings.app_hash, config.federation.members)
     expected = config.deployment.expected_clients or len(settings.expect or ())
     wanted = max(config.federation.min_replies, expected)
     if settings.clients is None:
-        roster.wait_for(wanted, config.federation.round_timeout_seconds)
+        roster.wait_for(wanted, config.deployment.startup_timeout_seconds)
     ledger = _server_ledger(config, settings.folder)
     charge = ServerCharge(ledger, config, settings.run_id)
     noise = ServerNoise(config)
@@ -90,9 +100,15 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
             return charge.epsilon()
         return answers.mirror.said_this_round
 
-    loop = RoundLoop(settings, grid, strategy, evaluator, answers, folder, before_round, epsilon)
+    trackers = open_trackers(config, settings.run_id, settings.folder)
+    diagnostics = RoundDiagnostics(bench)
+    loop = RoundLoop(
+        settings, grid, strategy, evaluator, answers, folder, before_round, epsilon, diagnostics, trackers
+    )
     seconds = {"load_model": loaded - started, "set_up": time.perf_counter() - loaded}
-    return Server(settings, bench, strategy, evaluator, answers, folder, loop, ledger, charge, seconds)
+    return Server(
+        settings, bench, strategy, evaluator, answers, folder, loop, ledger, charge, seconds, trackers
+    )
 
 
 def _server_ledger(config: FedLoraConfig, folder: Path) -> Ledger | None:
@@ -129,36 +145,28 @@ def _strategy(
     sampler = ClientSampler(
         config.federation.clients_per_round, config.run.seed, lambda number: sampling_coins(config, number)
     )
-    answers = Answers(LedgerMirror(config))
+    simulated = settings.clients is not None or settings.expect is not None
+    desk = open_desk(config, settings.run_id, settings.folder, bench.event, simulated=simulated)
+    answers = Answers(LedgerMirror(config), desk)
     strategy = FedLoraStrategy(
-        facts, aggregator, sampler, bench.initial_payload(), roster.clients, on_reply=answers.note
+        facts,
+        aggregator,
+        sampler,
+        starting_payload(bench),
+        roster.clients,
+        on_reply=answers.note,
+        on_ask=None if desk is None else desk.ask,
     )
     return strategy, answers
 
 
 def statement(config: FedLoraConfig, server: Server) -> Mapping[str, Any]:
     """Return what the run's epsilon means; it goes wherever the figure goes."""
-    privacy = config.privacy
-    if isinstance(privacy, NoPrivacy):
-        return {"privacy": "none", "note": "no privacy: nothing was clipped or noised"}
-    record = privacy.unit == "record"
-    person = record and getattr(privacy, "group_by", None) is not None
-    unit = "each person's records" if person else ("one record, not one person" if record else "one client")
-    adversary = (
-        "anyone who sees all updates, the server included"
-        if record
-        else "anyone who sees the global adapters, but not the server"
-    )
+    found = conditions_of(config)
+    if isinstance(config.privacy, NoPrivacy):
+        return found
     return {
-        "privacy": "NO PRIVACY: seeded test noise" if is_seeded(config) else "differential privacy",
-        "unit": unit,
-        "adjacency": privacy.adjacency,
-        "adversary": adversary,
-        "delta": privacy.target_delta,
-        "accountant": privacy.accountant,
-        "noise_multiplier": privacy.noise_multiplier,
-        "sample_rate": config.training.sample_rate,
-        "sampling_assumption": "Poisson sampling at the public rate; the divisor is the public expected batch size",
+        **found,
         "epsilon_is": "the largest over clients of what each client's own ledger reports (other runs included)",
         "epsilon_from_this_runs_events": server.answers.mirror.largest(),
     }
