@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedlora.accounting import _checks, gaussian, pld, projection_profile, prv, rdp
+from fedlora.accounting import _checks, bounds, gaussian, pld, rdp, truncation
 from fedlora.accounting.conditional import M1Event, PaveEvent, SketchEvent, VectorProjectionEvent
 from fedlora.accounting.events import Event, NonPrivateEvent
 from fedlora.accounting.hypergeometric import FloatArray
@@ -20,13 +20,6 @@ AccountantName = Literal["best", "moment", "pld", "rdp", "prv"]
 Events = Event | Iterable[Event] | Iterable[tuple[Event, int]]
 Parts = pld.Parts
 _NAMES = ("best", "moment", "pld", "rdp", "prv")
-_TOOLS = {
-    "analytic": "exact Gaussian profile",
-    "pld": "dp_accounting PLD, pessimistic",
-    "rdp": "Renyi moments",
-    "prv": "Opacus PRV, upper end",
-    "profile": "projection profile, composed PLD",
-}
 
 
 def parts_of(events: Events) -> Parts:
@@ -46,6 +39,7 @@ def epsilon_of(
     adjacency: Adjacency | str = Adjacency.ADD_OR_REMOVE,
     accountant: str = "best",
     unit: str | None = None,
+    coarse: float = 1.0,
 ) -> EpsilonReport:
     """Return a valid upper bound on epsilon of events composed adaptively on the same data.
 
@@ -56,6 +50,7 @@ def epsilon_of(
       accountant: "best" takes the smallest bound of every tool that applies and names it; "moment" does so without
         the projection profile (fast); "pld", "rdp" and "prv" ask for one tool.
       unit: what one neighbour differs in, copied into the report.
+      coarse: factor >= 1 on the discretisation of distributions, for charts: quicker and looser, never invalid.
 
     Returns:
       The report; epsilon is infinite for releases without protection and 0 for no event.
@@ -70,12 +65,15 @@ def epsilon_of(
     probability = _checks.delta(delta)
     relation = Adjacency.parse(adjacency)
     name = _checks.choice("accountant", accountant, _NAMES)
+    factor = _checks.real("coarse", coarse, at_least=1.0, at_most=1000.0)
     conditions = dict.fromkeys(text for event, _ in parts for text in event.conditions)
     relation = _relation_for(parts, relation)
     if not all(event.chargeable for event, _ in parts):
         conditions["conditional analysis: it never pays for a release"] = None
     try:
-        epsilon, tool, alternatives = _cached(_keys(parts), _Parts(parts), probability, relation, name)
+        epsilon, tool, alternatives = _cached(
+            _keys(parts), _Parts(parts), probability, relation, name, factor
+        )
     except (OverflowError, ZeroDivisionError) as error:
         raise PrivacyParameterError(
             "events: a parameter is too large or too small for double precision "
@@ -115,37 +113,43 @@ class _Parts:
         return isinstance(other, _Parts)
 
 
+_Answer = tuple[float, str, tuple[tuple[str, float], ...]]
+
+
 @functools.lru_cache(maxsize=65536)
 def _cached(
-    keys: tuple[tuple[str, int], ...], boxed: _Parts, delta: float, adjacency: Adjacency, name: str
-) -> tuple[float, str, tuple[tuple[str, float], ...]]:
+    keys: tuple[tuple[str, int], ...],
+    boxed: _Parts,
+    delta: float,
+    adjacency: Adjacency,
+    name: str,
+    coarse: float,
+) -> _Answer:
     del keys
-    return _evaluate(boxed.parts, delta, adjacency, name)
+    return _evaluate(boxed.parts, delta, adjacency, name, coarse)
 
 
-def _evaluate(
-    parts: Parts, delta: float, adjacency: Adjacency, name: str
-) -> tuple[float, str, tuple[tuple[str, float], ...]]:
+def _evaluate(parts: Parts, delta: float, adjacency: Adjacency, name: str, coarse: float) -> _Answer:
     if not parts:
         return 0.0, "nothing was released", ()
     if any(isinstance(event, NonPrivateEvent) for event, _ in parts):
         return math.inf, "no finite bound", ()
     if any(isinstance(event, (VectorProjectionEvent, M1Event)) for event, _ in parts):
         return _special(parts, delta)
-    bounds = _bounds(parts, delta, adjacency, name)
-    if not bounds:
+    if pld.is_exact(parts):
+        parts = truncation.envelopes(parts)  # nothing is projected: plain Gaussians, with all their orders
+
+    def cover(gaussians: Parts, left: float) -> tuple[float, str]:
+        return _cached(_keys(gaussians), _Parts(gaussians), left, adjacency, "best", coarse)[:2]
+
+    renyi = rdp_epsilon(parts, delta, adjacency)
+    found = bounds.collect(bounds.Question(parts, delta, adjacency, name, renyi, coarse), cover)
+    if not found.values:
         raise UnsupportedEventError(f"accountant {name}: does not apply to these events; use best")
-    tool = min(bounds, key=lambda key: (bounds[key], _order(key)))
-    _confirm(tool, bounds[tool], parts, delta)
-    return (
-        bounds[tool],
-        _TOOLS[tool],
-        tuple((_TOOLS[key], value) for key, value in bounds.items() if key != tool),
-    )
-
-
-def _order(tool: str) -> int:
-    return tuple(_TOOLS).index(tool)
+    tool = min(found.values, key=lambda key: (found.values[key], bounds.order(key)))
+    _confirm(tool, found.values[tool], parts, delta)
+    others = tuple((found.label(key), value) for key, value in found.values.items() if key != tool)
+    return found.values[tool], found.label(tool), others
 
 
 def _special(parts: Parts, delta: float) -> tuple[float, str, tuple[tuple[str, float], ...]]:
@@ -198,84 +202,6 @@ def _finite_orders(parts: Parts, order: float) -> FloatArray:
     return 1.0 + np.linspace(0.0, 1.0, 20002)[1:-1] * (top - 1.0)
 
 
-def _bounds(parts: Parts, delta: float, adjacency: Adjacency, name: str) -> dict[str, float]:
-    bounds: dict[str, float] = {}
-    renyi = rdp_epsilon(parts, delta, adjacency)
-    if name in ("best", "moment", "rdp"):
-        bounds["rdp"] = renyi
-    if name == "prv":
-        bounds["prv"] = prv.epsilon(parts, delta, adjacency)
-        _check_prv(bounds["prv"], parts, delta, adjacency, renyi)
-        return bounds
-    if name == "best":
-        value = projection_profile.epsilon(parts, delta, adjacency, renyi)
-        if value is not None:
-            bounds["profile"] = value
-    quick = name in ("best", "moment")
-    split = pld.gaussian_parts(parts)
-    if split is None or (name == "pld" and not pld.is_exact(parts)):
-        return bounds
-    exact = pld.is_exact(parts)
-    gain = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
-    if quick and not split[1]:
-        bounds["analytic"] = gaussian.epsilon_of_gaussian(delta, gain * math.sqrt(split[0]))
-        if not math.isinf(bounds["analytic"]) and exact and bounds["analytic"] > renyi * (1.0 + 1e-9) + 1e-9:
-            raise AccountingError(
-                _contradiction("the exact profile", bounds["analytic"], "Renyi moments", renyi)
-            )
-        return bounds
-    if name == "pld" or (quick and (exact or _envelope_near(parts, delta, adjacency))):
-        _add_pld(bounds, parts, delta, adjacency, renyi, exact)
-    return bounds
-
-
-def _add_pld(
-    bounds: dict[str, float], parts: Parts, delta: float, adjacency: Adjacency, renyi: float, exact: bool
-) -> None:
-    value = pld.epsilon(parts, delta, adjacency, renyi)
-    if value is None:
-        return
-    bounds["pld"] = value
-    if exact and renyi < value:
-        lower = pld.epsilon_lower(parts, delta, adjacency, renyi)
-        if lower is not None and renyi < lower * (1.0 - 1e-6) - 1e-9:
-            raise AccountingError(_contradiction("the optimistic PLD", lower, "Renyi moments", renyi))
-
-
-def _check_prv(value: float, parts: Parts, delta: float, adjacency: Adjacency, renyi: float) -> None:
-    """Opacus states an error of EPS_ERROR on both sides; beyond it, one of the two tools is wrong."""
-    upper = pld.epsilon(parts, delta, adjacency, renyi)
-    lower = pld.epsilon_lower(parts, delta, adjacency, min(renyi, math.inf if upper is None else upper))
-    if upper is not None and value > upper * 1.001 + 2.0 * prv.EPS_ERROR:
-        raise AccountingError(
-            _contradiction("Opacus PRV less its stated error", value, "the pessimistic PLD", upper)
-        )
-    if lower is not None and value < lower * 0.999:
-        raise AccountingError(_contradiction("the optimistic PLD", lower, "Opacus PRV", value))
-
-
-def _envelope_near(parts: Parts, delta: float, adjacency: Adjacency) -> bool:
-    """Whether giving up the projections could still win: their moments are near the Gaussians' at the best order."""
-    total = moments(parts, adjacency)
-    order = max(2, math.ceil(rdp.epsilon_from_moments(rdp.ORDERS, total, delta)[1]))
-    if order > rdp.ORDERS[-1] or order > 20_000:
-        return False
-    ours, plain = float(np.interp(order, rdp.ORDERS, total)), 0.0
-    for event, count in parts:
-        shape = pld.envelope(event)
-        if shape is None:
-            return False
-        plain += count * rdp.gaussian_at(order, *shape, adjacency)
-    return not plain > 2.0 * ours
-
-
-def _contradiction(first: str, low: float, second: str, high: float) -> str:
-    return (
-        f"accountants contradict each other: {first} gives at least {low:.9g}, {second} gives at most {high:.9g}; "
-        "nothing may be released on either figure - report the events and versions"
-    )
-
-
 def _confirm(tool: str, epsilon: float, parts: Parts, delta: float) -> None:
     """A bound of exactly 0 is accepted only where total variation is really below delta."""
     if math.isnan(epsilon) or epsilon < 0.0:
@@ -317,13 +243,8 @@ def delta_of(
     split = pld.gaussian_parts(parts)
     if split is None or math.isinf(split[0]):
         return best
-    gain = 2.0 if relation is Adjacency.REPLACE_ONE else 1.0
-    if not split[1]:
-        return min(best, gaussian.delta_of_gaussian(budget, gain * math.sqrt(split[0])))
-    if not pld.is_exact(parts):
-        return best
-    other = pld.delta(parts, budget, relation, rdp.epsilon_from_moments(rdp.ORDERS, total, 1e-9)[0])
-    return best if other is None else min(best, other)
+    rough = rdp.epsilon_from_moments(rdp.ORDERS, total, 1e-9)[0]
+    return min(1.0, bounds.delta_bounds(parts, budget, relation, best, rough))
 
 
 def within_budget(

@@ -145,7 +145,7 @@ def _composed(
 
 
 def _plan(
-    parts: Parts, adjacency: Adjacency, rough: float, delta: float = 1.0e-6
+    parts: Parts, adjacency: Adjacency, rough: float, delta: float = 1.0e-6, coarse: float = 1.0
 ) -> tuple[Any, float, float] | None:
     split = gaussian_parts(parts)
     if split is None or not math.isfinite(split[0]) or math.isnan(rough):
@@ -158,7 +158,7 @@ def _plan(
     widths = [loss_range(sigma, rate, adjacency) for sigma, rate, _ in steps]
     # below 1e-10 the rounding of many small masses weighs more than the discretisation
     total = sum(count for _, _, count in steps) if delta >= 1.0e-10 else 1
-    interval = choose_interval(max(widths), rough, total)
+    interval = nice(choose_interval(max(widths), rough, total) * coarse)
     rounding = sum(
         4.0e-16 * count * (width / interval) ** 1.5
         for width, (_, _, count) in zip(widths, steps, strict=True)
@@ -166,7 +166,9 @@ def _plan(
     return (full, sampled), interval, rounding
 
 
-def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> float | None:
+def epsilon(
+    parts: Parts, delta: float, adjacency: Adjacency, rough: float, *, coarse: float = 1.0
+) -> float | None:
     """Return an upper bound on epsilon by privacy loss distributions.
 
     Args:
@@ -174,6 +176,7 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
       delta: in (0, 1).
       adjacency: neighbouring relation.
       rough: any upper bound on the answer, to choose the first discretisation; refined while it was far off.
+      coarse: factor >= 1 on the discretisation; the bound stays valid.
 
     Returns:
       The bound (rounding margin included), or None where this tool does not apply.
@@ -182,7 +185,7 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
         return None
     best = math.inf
     for _ in range(4):
-        plan = _plan(parts, adjacency, min(rough, best), delta)
+        plan = _plan(parts, adjacency, min(rough, best), delta, coarse)
         if plan is None:
             return None
         (full, sampled), interval, rounding = plan
@@ -192,7 +195,7 @@ def epsilon(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> f
             best = min(best, max(0.0, value) + rounding)
         if (
             not best < guess / 2.0
-            or choose_interval_changed(plan, _plan(parts, adjacency, best, delta)) is False
+            or choose_interval_changed(plan, _plan(parts, adjacency, best, delta, coarse)) is False
         ):
             break
     return None if math.isinf(best) else best

@@ -3,7 +3,7 @@
 Given the projections the mechanism is a (sampled) Gaussian with squared distance mu = sum w kappa^2 X. At a threshold
 e^eps its hockey-stick divergence is f(mu), convex up to mu_0 = 2 sqrt(1 + eps^2) - 2 and concave beyond, so that
 max(f, tangent at m), m >= mu_0, is a convex, non-decreasing majorant of f. By convexity the worst difference puts all
-its weight on one direction of one group, and the Beta variable may be replaced by a discrete one above it in convex
+its weight on one direction of one group (of every group, if each has its own clip: then mu is a sum), and the Beta variable may be replaced by a discrete one above it in convex
 order (chords over bins). The resulting curve bounds the divergence of both neighbours at every threshold; its convex
 hull on a grid is the curve of a discrete distribution, which composes.
 """
@@ -49,6 +49,34 @@ def _nodes(group: ProjectionGroup, gain: float) -> tuple[FloatArray, FloatArray]
     return scale * x, weights * (1.0 + 1e-12)
 
 
+def _sum(
+    first: tuple[FloatArray, FloatArray], second: tuple[FloatArray, FloatArray]
+) -> tuple[FloatArray, FloatArray]:
+    """The sum of two independent discrete laws, moved to fewer points upwards in convex order (chords)."""
+    points = np.add.outer(first[0], second[0]).ravel()
+    weights = np.multiply.outer(first[1], second[1]).ravel()
+    sort = np.argsort(points)
+    points, weights = points[sort], weights[sort]
+    if points.size <= 2 * _NODES:
+        return points, weights
+    below, above = np.cumsum(weights), np.cumsum(weights[::-1])[::-1]
+    low = np.searchsorted(below, np.concatenate([[1e-8, 1e-4], np.linspace(0.02, 0.98, _NODES)]))
+    high = points.size - np.searchsorted(above[::-1], np.geomspace(1e-22, 0.02, _NODES // 2))
+    chosen = np.clip(np.concatenate([[0, points.size - 1], low, high]), 0, points.size - 1)
+    grid = np.unique(points[chosen])
+    left = np.clip(np.searchsorted(grid, points, side="right") - 1, 0, grid.size - 2)
+    share = np.clip((points - grid[left]) / (grid[left + 1] - grid[left]), 0.0, 1.0)
+    moved = np.bincount(left, weights * (1.0 - share), grid.size)
+    moved += np.bincount(left + 1, weights * share, grid.size)
+    return grid, moved * (1.0 + 1e-12)
+
+
+def _laws(event: NoisyProjectionEvent, gain: float) -> list[tuple[FloatArray, FloatArray]]:
+    """One law for each group under one clip; the law of their sum under separate clips."""
+    laws = [_nodes(group, gain) for group in event.groups]
+    return [functools.reduce(_sum, laws)] if event.clip == "separate" else laws
+
+
 def _gaussian_curve(epsilon: FloatArray, mu: FloatArray) -> FloatArray:
     """Delta of the Gaussian mechanism, (epsilons, squared distances), any sign of epsilon."""
     root = np.sqrt(np.maximum(mu, 1e-300))
@@ -89,11 +117,11 @@ def remove_curve(event: NoisyProjectionEvent, epsilon: FloatArray, gain: float) 
     """Return an upper bound on the hockey-stick divergence with the record against without it, at each epsilon.
 
     Args:
-      event: groups under one clip.
+      event: one step.
       epsilon: thresholds, any sign.
       gain: squared sensitivity in units of the squared clip (1 for add-or-remove).
     """
-    laws = [_nodes(group, gain) for group in event.groups]
+    laws = _laws(event, gain)
     rate = 1.0 if event.sample_rate is None else event.sample_rate
     if rate == 1.0:
         return np.maximum(_majorant(epsilon, laws), -np.expm1(np.minimum(epsilon, 0.0)))
@@ -114,7 +142,7 @@ def add_curve(event: NoisyProjectionEvent, epsilon: FloatArray, gain: float) -> 
     rate = 1.0 if event.sample_rate is None else event.sample_rate
     if rate == 1.0:
         return remove_curve(event, epsilon, gain)
-    laws = [_nodes(group, gain) for group in event.groups]
+    laws = _laws(event, gain)
     left = rate - (1.0 - rate) * np.expm1(np.minimum(epsilon, 700.0))  # 1 - e^eps (1 - q)
     safe = left > 0.0
     threshold = epsilon + math.log(rate) - np.log(np.where(safe, left, 1.0))
@@ -170,7 +198,7 @@ def distribution(
     """Return dp_accounting's distribution of one step, pessimistic, and its largest grid; None if that is too large.
 
     Args:
-      event: groups under one clip.
+      event: one step.
       interval: discretisation.
       adjacency: neighbouring relation.
     """
@@ -197,7 +225,7 @@ def distribution(
 
 def _span(event: NoisyProjectionEvent, interval: float, gain: float, curve: Any) -> tuple[int, int] | None:
     """Grid indices between which the curve is not trivial: above 1e-20 at the top, off 1 - e^eps at the bottom."""
-    kappa = max(group.kappa for group in event.groups) * math.sqrt(gain)
+    kappa = math.sqrt(gain) / (pld.envelope(event) or (1.0, 1.0))[0]
     limit = kappa * kappa / 2.0 + 11.0 * kappa
     ladder = np.unique(np.concatenate([np.geomspace(interval, max(limit, 2 * interval), 200), [limit]]))
     top = ladder[curve(event, ladder, gain) > 1e-20]
@@ -208,19 +236,19 @@ def _span(event: NoisyProjectionEvent, interval: float, gain: float, curve: Any)
 
 
 def applies(parts: pld.Parts) -> bool:
-    """Whether every event is Gaussian or a noisy projection under one clip, and one projection is worth it."""
+    """Whether every event is Gaussian or a noisy projection, and one projection is worth it."""
     worth = False
     for event, _ in parts:
         if isinstance(event, NoisyProjectionEvent):
-            if event.clip != "shared":
-                return False
             worth = worth or not pld.is_exact(((event, 1),))
         elif pld.envelope(event) is None or pld.envelope(event) == (0.0, 1.0):
             return False
     return worth
 
 
-def epsilon(parts: pld.Parts, delta: float, adjacency: Adjacency, rough: float) -> float | None:
+def epsilon(
+    parts: pld.Parts, delta: float, adjacency: Adjacency, rough: float, *, coarse: float = 1.0
+) -> float | None:
     """Return an upper bound on epsilon from composed distributions.
 
     Args:
@@ -228,23 +256,47 @@ def epsilon(parts: pld.Parts, delta: float, adjacency: Adjacency, rough: float) 
       delta: in (0, 1).
       adjacency: neighbouring relation.
       rough: an upper bound on the answer, to choose the discretisation.
+      coarse: factor >= 1 on the discretisation; the bound stays valid.
 
     Returns:
       The bound with a margin for rounding, or None where this tool does not apply.
     """
     if delta < pld.SMALLEST_DELTA or not applies(parts):
         return None
+    found = _settled(parts, adjacency, rough, coarse)
+    if found is None:
+        return None
+    total, rounding = found
+    try:
+        value = float(total.get_epsilon_for_delta(delta))
+    except (OverflowError, MemoryError):
+        return None
+    return None if math.isnan(value) else max(0.0, value) + rounding
+
+
+def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -> float | None:
+    """Return an upper bound on delta at epsilon from composed distributions, or None where they do not apply."""
+    if not applies(parts):
+        return None
+    found = _settled(parts, adjacency, max(rough, epsilon_at), 1.0)
+    if found is None:
+        return None
+    total, rounding = found
+    try:
+        value = float(total.get_delta_for_epsilon(max(0.0, epsilon_at - rounding)))
+    except (OverflowError, MemoryError):
+        return None
+    return None if math.isnan(value) else min(1.0, max(0.0, value) + pld.SMALLEST_DELTA)
+
+
+def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float) -> tuple[Any, float] | None:
+    """The composed distribution on the first grid that fits, with its rounding margin."""
     guess = min(rough, 1.0e4)
-    interval = pld.nice(min(2.0e-3, max(1.0e-5, guess / 1000.0)))
+    interval = pld.nice(min(2.0e-3, max(1.0e-5, guess / 1000.0)) * coarse)
     for _ in range(8):
         composed = _compose(parts, interval, adjacency)
         if composed is not None:
-            total, rounding = composed
-            try:
-                value = float(total.get_epsilon_for_delta(delta))
-            except (OverflowError, MemoryError):
-                return None
-            return None if math.isnan(value) else max(0.0, value) + rounding
+            return composed
         interval = pld.nice(interval * 2.0)
     return None
 

@@ -101,24 +101,31 @@ def _tail_epsilon(mu: float, delta: float, start: float) -> float:
     return high
 
 
-def composed_gaussian(event: NoisyProjectionEvent, steps: int, delta: float) -> tuple[Event, float]:
+def composed_gaussian(
+    event: NoisyProjectionEvent,
+    steps: int,
+    delta: float,
+    *,
+    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
+) -> tuple[Event, float]:
     """Return the Gaussian event of the recipe and the delta left for it.
 
     A tenth of delta pays for bad projections, split over steps and groups; each group then counts as a Gaussian with
     sensitivity sqrt(alpha) times its clip. Under one clip the largest group counts, with separate clips the root of the
-    sum of squares.
+    sum of squares. Under replace-one with sampling the directions of both records must be good, which costs twice.
     """
     budget = _checks.delta(delta)
     count = _checks.integer("steps", steps)
     projected = [g for g in event.groups if g.width is not None and g.rank != g.width]
-    share = PROJECTION_SHARE * budget / (count * max(1, len(projected)))
+    rate = 1.0 if event.sample_rate is None else event.sample_rate
+    records = 2 if rate < 1.0 and adjacency is Adjacency.REPLACE_ONE else 1
+    share = PROJECTION_SHARE * budget / (count * records * max(1, len(projected)))
     spent, squares = 0.0, []
     for group in event.groups:
         alpha = smallest_alpha(group, share) if group in projected else 1.0
-        spent += share if alpha < 1.0 else 0.0
+        spent += share * records if alpha < 1.0 else 0.0
         squares.append(alpha * group.kappa**2)
     kappa = math.sqrt(max(squares) if event.clip == "shared" else sum(squares))
-    rate = 1.0 if event.sample_rate is None else event.sample_rate
     return PoissonGaussianEvent(1.0 / kappa, rate).times(count), budget - spent * count
 
 
@@ -131,5 +138,5 @@ def composed(
     accountant: str = "best",
 ) -> float:
     """Return the epsilon of the published recipe over `steps` steps."""
-    gaussian_event, left = composed_gaussian(event, steps, delta)
+    gaussian_event, left = composed_gaussian(event, steps, delta, adjacency=adjacency)
     return epsilon_of(gaussian_event, left, adjacency=adjacency, accountant=accountant).epsilon

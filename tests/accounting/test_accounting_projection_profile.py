@@ -167,8 +167,42 @@ def test_composition_beats_the_moments_and_stays_above_simulated_losses() -> Non
     assert float(np.mean(smaller)) > delta  # the simulation would catch an epsilon far too small
 
 
-def test_separate_clips_fall_back_to_the_moments() -> None:
+def _exact_separate(event: acct.NoisyProjectionEvent, epsilon: float, rate: float) -> float:
+    """Rank-one differences in both groups: E f(k1^2 X1 + k2^2 X2), by quadrature in X1 for each X2."""
+    one, two = event.groups
+    inner = (math.expm1(epsilon) + rate) / rate
+    tilt = math.log(inner)
+
+    def delta(mu: float) -> float:
+        if tilt >= 0:
+            return gaussian.delta_of_gaussian(tilt, math.sqrt(mu))
+        return -math.expm1(tilt) + math.exp(tilt) * gaussian.delta_of_gaussian(-tilt, math.sqrt(mu))
+
+    def given(y: float) -> float:
+        return _beta_mean(one.width or 0, one.rank or 0, lambda x: delta(one.kappa**2 * x + two.kappa**2 * y))
+
+    mean = given(1.0) if two.width is None else _beta_mean(two.width, two.rank or 0, given)
+    return rate * mean
+
+
+@pytest.mark.parametrize("rate", [None, 0.05])
+def test_separate_clips_curve_lies_above_the_exact_pair(rate: float | None) -> None:
+    layer, head = acct.ProjectionGroup("a", 300, 8, 2.0), acct.ProjectionGroup("b", None, None, 0.3)
+    other = acct.ProjectionGroup("c", 64, 4, 1.0)
+    for groups, thresholds in (((layer, head), (0.01, 0.3, 1.0)), ((layer, other), (0.3,))):
+        event = acct.NoisyProjectionEvent(groups, rate, "separate")
+        for epsilon in thresholds:
+            exact = _exact_separate(event, epsilon, rate or 1.0)
+            ours = float(profile.remove_curve(event, np.array([epsilon]), 1.0)[0])
+            assert exact * (1 - 1e-6) <= ours <= 1.6 * exact
+            assert not 0.5 * ours >= exact  # twin: half the curve would be caught
+
+
+def test_separate_clips_have_a_profile_below_the_moments() -> None:
     groups = (acct.ProjectionGroup("a", 768, 8, 2.0), acct.ProjectionGroup("b", None, None, 0.2))
-    event = acct.NoisyProjectionEvent(groups, 0.01, "separate")
-    assert not profile.applies(((event, 3),))
-    assert acct.epsilon_of(event.times(3), 1e-5).accountant == "Renyi moments"
+    event = acct.NoisyProjectionEvent(groups, 0.01, "separate").times(300)
+    best = acct.epsilon_of(event, 1e-5)
+    assert best.accountant == "projection profile, composed PLD"
+    assert best.epsilon < 0.9 * acct.epsilon_of(event, 1e-5, accountant="rdp").epsilon
+    head = acct.epsilon_of(acct.PoissonGaussianEvent(5.0, 0.01).times(300), 1e-5).epsilon
+    assert best.epsilon > head * (1 - 1e-6)
