@@ -21,6 +21,7 @@ from fedlora.config import config_container
 from fedlora.config.schema import FedLoraConfig
 from fedlora.ledger import Ledger
 from fedlora.simulation.settings import RoundRecord
+from fedlora.specs.paid import paid_specifications
 
 _PACKAGES: Final = (
     "torch",
@@ -149,4 +150,8 @@ def write_ledger(
             reports.append(report)
     text = json.dumps(plain({"dataset": config.data.name, "accounts": reports}), indent=2, allow_nan=False)
     write_atomically(folder / "ledger.json", text.encode() + b"\n")
+    paid = paid_specifications(ledger, config.data.name, clients)
+    if paid:
+        text = json.dumps({"specifications": paid}, indent=2, allow_nan=False)
+        write_atomically(folder / "specifications.json", text.encode() + b"\n")
     return max((float(one["epsilon"]) for one in reports), default=None)

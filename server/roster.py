@@ -46,13 +46,19 @@ class Roster:
         known: the whole roster, where it is fixed.
         app_hash: hash of the code that every node of a simulation on Flower's engine must run; a node that does not,
             or that cannot be set up, then ends the run. None asks for the library's version only.
+        members: the only clients that take part (`federation.members`); None for all.
     """
 
     def __init__(
-        self, grid: Grid, known: Mapping[int, Sequence[str]] | None, app_hash: str | None = None
+        self,
+        grid: Grid,
+        known: Mapping[int, Sequence[str]] | None,
+        app_hash: str | None = None,
+        members: Sequence[str] | None = None,
     ) -> None:
         """Start with what is known."""
         self._app_hash = app_hash
+        self._members = None if members is None else frozenset(members)
         self._grid, self._fixed = grid, known is not None
         self._clients: dict[int, tuple[str, ...]] = {
             node: tuple(clients) for node, clients in (known or {}).items()
@@ -118,7 +124,9 @@ class Roster:
         if double:
             _LOG.warning("node %s announces clients of another node (%s); left out", node, double[:3])
             return
-        self._clients[node] = tuple(hello.clients)
+        self._clients[node] = tuple(
+            client for client in hello.clients if self._members is None or client in self._members
+        )
 
     def wait_for(self, clients: int, timeout_seconds: float) -> None:
         """Wait until so many logical clients are known.

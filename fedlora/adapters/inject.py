@@ -15,7 +15,7 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 
 from fedlora.adapters.adapted import ADAPTER, AdaptedModel
-from fedlora.adapters.heads import parameter_leaves, refuse_coupling, refuse_tied, resolve_head
+from fedlora.adapters.heads import find_head, parameter_leaves, refuse_coupling, refuse_tied, resolve_head
 from fedlora.adapters.recipe import ARecipe
 from fedlora.adapters.taps import Taps, extra_shapes, tap_extra, tap_lora
 from fedlora.config.schema import AdapterConfig
@@ -55,7 +55,7 @@ def inject(
             "base model: it carries an adapter already; allowed is a plain base model; load it again"
         )
     refuse_coupling(base_model)
-    head = resolve_head(base_model, config.modules_to_save)
+    head = () if config.freeze_head else resolve_head(base_model, config.modules_to_save)
     chosen = {name: part for name, part in base_model.named_modules() if _is_one_of(name, head)}
     leaves = {
         key: leaf for name, part in chosen.items() for key, leaf in parameter_leaves(name, part).items()
@@ -117,7 +117,7 @@ def _peft(base_model: Any, config: AdapterConfig, head: tuple[str, ...]) -> Peft
         r=config.rank,
         lora_alpha=alpha,
         target_modules=targets or DUMMY_TARGET_MODULES,  # no target: the head alone is trained
-        exclude_modules=list(head) if targets == "all-linear" and head else None,
+        exclude_modules=list(head or find_head(base_model)) or None if targets == "all-linear" else None,
         lora_dropout=config.dropout,
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),

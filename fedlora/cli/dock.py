@@ -1,72 +1,81 @@
-"""`fedlora dock`: store, match and serve compact LoRA specifications."""
+"""`fedlora dock`: release, store, match, group and serve compact LoRA specifications."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    no_args_is_help=True, help="Find the right adapter without seeing the data (PAVE specifications)."
-)
+from fedlora.cli import dock_release
+from fedlora.cli.common import JsonOption, emit
 
-DockFile = Annotated[Path, typer.Argument(help="The dock's SQLite file; created if absent.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Find the right adapter without seeing the data (PAVE specifications).",
+    rich_markup_mode=None,
+    add_completion=False,
+)
+dock_release.register(app)
+
+DockFile = Annotated[Path, typer.Argument(metavar="DOCK", help="The dock's SQLite file; created if absent.")]
 
 
 @app.command()
 def add(
     dock_file: DockFile,
-    entry: Annotated[Path, typer.Argument(help="A specification as JSON (see `fedlora dock --help`).")],
-    as_json: AsJson = False,
+    entry: Annotated[
+        Path, typer.Argument(metavar="SPEC", help="A specification's JSON file (see `dock spec`).")
+    ],
+    as_json: JsonOption = False,
 ) -> None:
     """Add one specification.
 
-    Example: fedlora dock add dock.sqlite news-adapter.json
+    Example: fedlora dock add dock.sqlite news.json
     """
     from fedlora.specs.dock import Dock
+    from fedlora.specs.entries import read_entry
 
+    specification = read_entry(entry)
     dock = Dock(dock_file)
     try:
-        specification = read_entry(entry)
-        identity = dock.add(specification)
-        _print({"id": identity, "name": specification.name, "specifications": len(dock)}, as_json)
+        found = {"id": dock.add(specification), "name": specification.name, "specifications": len(dock)}
     finally:
         dock.close()
+    emit(found, as_json=as_json, text=f"{found['name']} added; the dock holds {found['specifications']}")
 
 
 @app.command()
 def match(
     dock_file: DockFile,
-    query: Annotated[Path, typer.Argument(help="The query's specification as JSON; it is not stored.")],
+    query: Annotated[Path, typer.Argument(metavar="SPEC", help="The query's JSON file; it is not stored.")],
     top_k: Annotated[int, typer.Option(help="How many entries, best first.")] = 5,
     kind: Annotated[str, typer.Option(help="model, task or any.")] = "model",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the stored adapters that fit a task best.
 
     Example: fedlora dock match dock.sqlite my-task.json --top-k 3
     """
-    from dataclasses import asdict
-
     from fedlora.specs.dock import Dock
+    from fedlora.specs.entries import read_entry
 
+    specification = read_entry(query)
     dock = Dock(dock_file)
     try:
-        found = dock.match(read_entry(query), top_k, kind=None if kind == "any" else kind)
+        found = dock.match(specification, top_k, kind=None if kind == "any" else kind)
     finally:
         dock.close()
-    if as_json:
-        _print({"matches": [asdict(entry) for entry in found]}, True)
-        return
+    lines = []
     for entry in found:
         promise = entry.privacy
-        said = f"epsilon {promise.epsilon:.3g}" if promise.epsilon is not None else "no privacy claimed"
-        typer.echo(f"{entry.cosine:8.4f}  {entry.name}  ({entry.licence}; {said})")
+        said = "no privacy claimed"
+        if promise.epsilon is not None:
+            said = f"epsilon {promise.epsilon:.3g} at delta {promise.delta:g} per {promise.unit}"
+        lines.append(f"{entry.cosine:8.4f}  {entry.name}  ({entry.licence}; {said})")
+    emit({"matches": [asdict(entry) for entry in found]}, as_json=as_json, text="\n".join(lines))
 
 
 @app.command()
@@ -77,6 +86,8 @@ def serve(
     tokens: Annotated[str, typer.Option(help="Environment variable with accepted tokens, one a line.")] = (
         "FEDLORA_DOCK_TOKENS"
     ),
+    max_entries: Annotated[int, typer.Option(help="The dock takes no more entries than this.")] = 1_000_000,
+    max_connections: Annotated[int, typer.Option(help="Connections at once; more get 503.")] = 256,
 ) -> None:
     """Serve the dock over HTTP; put TLS in front of it.
 
@@ -92,41 +103,16 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(f"the service needs {error.name}: pip install 'fedlora[dock]'") from error
     accepted = tuple(line.strip() for line in os.environ.get(tokens, "").splitlines() if line.strip())
-    dock = Dock(dock_file)
+    dock = Dock(dock_file, max_entries=max_entries)
     try:
-        uvicorn.run(make_app(dock, accepted), host=host, port=port, log_level="warning", access_log=False)
+        uvicorn.run(
+            make_app(dock, accepted),
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=max_connections,
+            timeout_keep_alive=5,
+        )
     finally:
         dock.close()
-
-
-def read_entry(path: Path) -> Any:
-    """Read a specification from its JSON entry (the service's schema).
-
-    Raises:
-        DataError: if the file is missing, not JSON or not a specification.
-    """
-    from pydantic import ValidationError
-
-    from fedlora.errors import ConfigError, DataError
-
-    try:
-        from fedlora.specs.service import EntryBody
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the dock needs {error.name}: pip install 'fedlora[dock]'") from error
-    try:
-        return EntryBody.model_validate_json(path.read_bytes()).to_specification()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        fields = ", ".join(
-            ".".join(str(part) for part in problem["loc"]) or "JSON" for problem in error.errors()
-        )
-        raise DataError(f"{path} is not a specification; look at: {fields}") from error
-
-
-def _print(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        json.dump(result, sys.stdout)
-        sys.stdout.write("\n")
-    else:
-        typer.echo("  ".join(f"{key}: {value}" for key, value in result.items()))

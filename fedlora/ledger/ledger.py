@@ -31,7 +31,14 @@ from fedlora.ledger.journal import Journal
 from fedlora.ledger.planning import Projection, project
 from fedlora.ledger.projection import Projector
 from fedlora.ledger.replies import ReplyStore
-from fedlora.ledger.reports import VerifyReport, make_report, round_rows, verify_report, worst_accounts
+from fedlora.ledger.reports import (
+    VerifyReport,
+    accounts_of_runs,
+    make_report,
+    round_rows,
+    verify_report,
+    worst_accounts,
+)
 from fedlora.ledger.reserving import Reserver, amend
 from fedlora.ledger.settling import CommitItem, Settler, as_commit_request
 from fedlora.ledger.state import LedgerState
@@ -229,6 +236,11 @@ class Ledger:
         """Return one row per reservation of an account, in order."""
         with self._journal.store.read() as connection:
             return round_rows(connection, self._journal.sync(connection), account)
+
+    def accounts_of_runs(self, prefix: str) -> tuple[Account, ...]:
+        """Return the accounts that paid for runs whose id starts with `prefix`, sorted."""
+        with self._journal.store.read() as connection:
+            return accounts_of_runs(connection, self._journal.sync(connection), prefix)
 
     def accounts(self) -> tuple[Account, ...]:
         """Return all accounts, sorted."""

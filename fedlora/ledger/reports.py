@@ -155,6 +155,18 @@ def round_rows(connection: sa.Connection, state: LedgerState, account: Account) 
     return tuple(rows.values())
 
 
+def accounts_of_runs(connection: sa.Connection, state: LedgerState, prefix: str) -> tuple[Account, ...]:
+    """Return the accounts with a reservation of a run whose id starts with `prefix`, sorted."""
+    query = (
+        sa.select(entries.c.account_id)
+        .where(entries.c.kind == chain.RESERVE)
+        .where(entries.c.run_id.startswith(prefix, autoescape=True))
+        .distinct()
+    )
+    names = {number: account for account, number in state.account_ids.items()}
+    return tuple(sorted(names[row.account_id] for row in connection.execute(query)))
+
+
 def worst_accounts(spends: Mapping[Account, Mapping[tuple[int, int], int]]) -> list[Account]:
     """Return one account per multiset of events that no other multiset contains."""
     owners: dict[Multiset, Account] = {}

@@ -56,17 +56,30 @@ def make_federation(config: FedLoraConfig) -> Federation:
     parts = dict(partition_rows(rows, config.data.partition, config.run.seed))
     if not parts:
         raise DataError("data.partition: gave no client; check the partition's column and sizes")
+    parts = _members(config, parts)
     for client, index in parts.items():
-        index = _bounded(config, rows, index)
+        index = bounded(config, rows, index)
         parts[client], _ = split_validation(index, config.data.validation_fraction, config.run.seed, client)
     return Federation(with_labels(config, names), rows, parts)
 
 
-def _bounded(config: FedLoraConfig, rows: Rows, index: Index) -> Index:
+def bounded(config: FedLoraConfig, rows: Rows, index: Index) -> Index:
+    """Return the positions that remain when each person's records are bounded (`privacy.group_by`)."""
     privacy = config.privacy
     if not isinstance(privacy, RecordPrivacy) or privacy.group_by is None:
         return index
     return bound_groups(rows.column(privacy.group_by), index, privacy.max_records_per_group)
+
+
+def _members(config: FedLoraConfig, parts: dict[str, Index]) -> dict[str, Index]:
+    """Keep the run's members (`federation.members`); everyone where it is null."""
+    members = config.federation.members
+    if members is None:
+        return parts
+    unknown = sorted(set(members) - set(parts))
+    if unknown:
+        raise ConfigError(f"federation.members: {unknown[:3]} are no clients of the partition; correct the names")
+    return {client: parts[client] for client in parts if client in set(members)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,11 +22,21 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from fedlora.errors import DataError
-from fedlora.specs.types import PrivacyStatement, Specification, refuse_intrinsic
+from fedlora.specs.entries import MAX_TOP_K
+from fedlora.specs.intrinsic import refuse_intrinsic
+from fedlora.specs.types import (
+    DockFullError,
+    NameTakenError,
+    NotInDockError,
+    PrivacyStatement,
+    Specification,
+)
 
 DOCK_SCHEMA = 1
 MAX_METADATA_BYTES = 16_384
-MAX_TOP_K = 1_000
+MAX_ENTRIES = 1_000_000
+"""A dock takes so many entries (4 GB of vectors in memory) unless told otherwise."""
+_KINDS = ("model", "task")
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS dock (schema INTEGER NOT NULL);
@@ -61,18 +70,44 @@ class Match:
 
 @dataclass
 class _Group:
-    """Vectors that may be compared with each other; `rows` has spare room so that adding is amortised."""
+    """Vectors that may be compared with each other; the arrays have spare room so that adding is amortised."""
 
     rows: npt.NDArray[np.float32]
-    ids: list[int]
+    ids: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.int8]
+    count: int = 0
 
-    def append(self, identity: int, vector: npt.NDArray[np.float32]) -> None:
-        if len(self.ids) == self.rows.shape[0]:
-            grown = np.empty((max(64, 2 * self.rows.shape[0]), self.rows.shape[1]), np.float32)
-            grown[: len(self.ids)] = self.rows[: len(self.ids)]
-            self.rows = grown
-        self.rows[len(self.ids)] = vector
-        self.ids.append(identity)
+    @classmethod
+    def empty(cls, dimension: int, room: int = 0) -> _Group:
+        """Make an empty group with room for so many vectors."""
+        return cls(np.empty((room, dimension), np.float32), np.empty(room, np.int64), np.empty(room, np.int8))
+
+    def append(self, identity: int, kind: str, vector: npt.NDArray[np.float32]) -> None:
+        """Add one vector."""
+        room = self.rows.shape[0]
+        if self.count == room:
+            more = max(64, room // 2)
+            self.rows = np.concatenate([self.rows, np.empty((more, self.rows.shape[1]), np.float32)])
+            self.ids = np.concatenate([self.ids, np.empty(more, np.int64)])
+            self.kinds = np.concatenate([self.kinds, np.empty(more, np.int8)])
+        self.rows[self.count] = vector
+        self.ids[self.count] = identity
+        self.kinds[self.count] = _KINDS.index(kind)
+        self.count += 1
+
+    def best(
+        self, query: npt.NDArray[np.float32], top_k: int, kind: str | None, exclude: int | None
+    ) -> list[tuple[int, float]]:
+        """(id, cosine) of the nearest vectors of a kind, best first, ties in order of addition."""
+        scores = self.rows[: self.count] @ query
+        allowed = (
+            np.ones(self.count, bool) if kind is None else self.kinds[: self.count] == _KINDS.index(kind)
+        )
+        if exclude is not None:
+            allowed &= self.ids[: self.count] != exclude
+        places = np.flatnonzero(allowed)
+        order = places[_largest(scores[places], min(top_k, places.size))]
+        return [(int(self.ids[place]), float(scores[place])) for place in order]
 
 
 class Dock:
@@ -89,24 +124,27 @@ class Dock:
         DataError: if the file is not a dock or of a newer schema.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_entries: int = MAX_ENTRIES) -> None:
         """Open or create the dock at `path` and read its vectors into memory."""
-        self.path = Path(path)
+        self.path, self.max_entries = Path(path), max_entries
         self._lock = threading.RLock()
         self._groups: dict[tuple[str, str, str, int], _Group] = {}
+        self._last_id, self._version = 0, -1
         try:
             self._connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=FULL")
             self._connection.executescript(_TABLES)
             self._check_schema()
-            self._read_vectors()
+            self._refresh()
         except sqlite3.DatabaseError as error:
             raise DataError(f"{self.path} is not a dock ({error}); name another file") from error
 
     def __len__(self) -> int:
         """Number of specifications."""
-        return sum(len(group.ids) for group in self._groups.values())
+        with self._lock:
+            self._refresh()
+            return self._count()
 
     def close(self) -> None:
         """Close the file."""
@@ -116,7 +154,9 @@ class Dock:
         """Store one specification, durably, and return its id.
 
         Raises:
-            DataError: if the name is taken or the metadata is too large.
+            NameTakenError: if the dock has an entry of that name.
+            DockFullError: if it holds as many entries as it may.
+            DataError: if the metadata is too large.
             UnsupportedEventError: if it claims the intrinsic guarantee (the recipe is public here).
         """
         refuse_intrinsic(specification.privacy, recipe_public=True, expanded_released=False)
@@ -136,6 +176,9 @@ class Dock:
             save_safetensors({"vector": specification.vector}),
         )
         with self._lock:
+            self._refresh()
+            if self._count() >= self.max_entries:
+                raise DockFullError(f"the dock holds {self.max_entries} specifications and takes no more")
             try:
                 cursor = self._connection.execute(
                     "INSERT INTO specification (name, kind, base_fingerprint, recipe, projection, dimension,"
@@ -143,18 +186,17 @@ class Dock:
                     row,
                 )
             except sqlite3.IntegrityError as error:
-                raise DataError(
-                    f"the dock already has a specification named {specification.name!r}"
+                raise NameTakenError(
+                    f"the dock already has a specification named {specification.name!r}; choose another name"
                 ) from error
-            identity = int(cursor.lastrowid or 0)
-            self._group_of(specification).append(identity, specification.vector)
-        return identity
+            self._read_new()
+        return int(cursor.lastrowid or 0)
 
     def get(self, name: str) -> Specification:
         """Read one specification by name.
 
         Raises:
-            DataError: if there is none of that name.
+            NotInDockError: if there is none of that name.
         """
         with self._lock, closing(self._connection.cursor()) as cursor:
             row = cursor.execute(
@@ -163,7 +205,7 @@ class Dock:
                 (name,),
             ).fetchone()
         if row is None:
-            raise DataError(f"the dock has no specification named {name!r:.80}")
+            raise NotInDockError(f"the dock has no specification named {name!r:.80}")
         return Specification(
             name=row[0],
             vector=self._vector(row[8], row[0]),
@@ -183,44 +225,37 @@ class Dock:
         of the query's own name is left out.
 
         Raises:
-            DataError: if top_k is out of range or nothing comparable is stored.
+            DataError: if top_k is out of range or the kind is unknown.
+            NotInDockError: if nothing comparable is stored.
 
         Source: "PAVE Specifications of Learnwares Yield Intrinsic Privacy-Preserving Capabilities", Eq. 3.
         """
-        if isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
             raise DataError(f"top_k must lie in 1..{MAX_TOP_K}; got {top_k!r:.40}")
-        key = _key(query)
+        if kind is not None and kind not in _KINDS:
+            raise DataError(f"kind must be model, task or none of them; got {kind!r:.40}")
         with self._lock:
-            group = self._groups.get(key)
+            self._refresh()
+            group = self._groups.get(_key(query))
             if group is None:
-                raise DataError(
+                raise NotInDockError(
                     f"nothing in the dock is comparable with {query.name!r}: same base model, lora_A recipe and "
-                    f"projection are needed, and it holds {len(self)} specifications of others"
+                    f"projection are needed, and it holds {self._count()} specifications of others"
                 )
-            scores = group.rows[: len(group.ids)] @ query.vector
-            order = _largest(scores, min(len(group.ids), 4 * top_k + 16))
-            found = self._matches([(group.ids[i], float(scores[i])) for i in order], query.name, kind, top_k)
-            if len(found) < min(top_k, len(group.ids)) and len(order) < len(group.ids):
-                order = np.argsort(-scores, kind="stable")
-                found = self._matches(
-                    [(group.ids[i], float(scores[i])) for i in order], query.name, kind, top_k
-                )
-        return found
-
-    def _matches(
-        self, ranked: Sequence[tuple[int, float]], exclude: str, kind: str | None, top_k: int
-    ) -> list[Match]:
-        found: list[Match] = []
-        for identity, score in ranked:
-            name, entry_kind, licence, privacy, metadata = self._connection.execute(
-                "SELECT name, kind, licence, privacy, metadata FROM specification WHERE id = ?", (identity,)
+            own = self._connection.execute(
+                "SELECT id FROM specification WHERE name = ?", (query.name,)
             ).fetchone()
-            if name == exclude or (kind is not None and entry_kind != kind):
-                continue
-            found.append(Match(name, score, licence, _statement(privacy), json.loads(metadata)))
-            if len(found) == top_k:
-                break
-        return found
+            ranked = group.best(query.vector, top_k, kind, None if own is None else int(own[0]))
+            return [self._match(identity, score) for identity, score in ranked]
+
+    def _match(self, identity: int, score: float) -> Match:
+        name, licence, privacy, metadata = self._connection.execute(
+            "SELECT name, licence, privacy, metadata FROM specification WHERE id = ?", (identity,)
+        ).fetchone()
+        return Match(name, score, licence, _statement(privacy), json.loads(metadata))
+
+    def _count(self) -> int:
+        return sum(group.count for group in self._groups.values())
 
     def _check_schema(self) -> None:
         row = self._connection.execute("SELECT schema FROM dock").fetchone()
@@ -229,35 +264,42 @@ class Dock:
         elif row[0] != DOCK_SCHEMA:
             raise DataError(f"{self.path} has dock schema {row[0]}; this version reads {DOCK_SCHEMA}")
 
-    def _read_vectors(self) -> None:
-        for key, count in self._sizes():
-            self._groups[key] = _Group(np.empty((count, key[3]), np.float32), [])
-        cursor = self._connection.execute(
-            "SELECT id, name, base_fingerprint, recipe, projection, dimension, payload FROM specification ORDER BY id"
-        )
-        for identity, name, base, recipe, projection, dimension, payload in cursor:
-            self._groups[(base, recipe, projection, dimension)].append(identity, self._vector(payload, name))
+    def _refresh(self) -> None:
+        """Take in what another process added since the last look."""
+        version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+        if version != self._version:
+            self._version = version
+            self._read_new()
 
-    def _sizes(self) -> list[tuple[tuple[str, str, str, int], int]]:
-        rows = self._connection.execute(
-            "SELECT base_fingerprint, recipe, projection, dimension, COUNT(*) FROM specification"
-            " GROUP BY base_fingerprint, recipe, projection, dimension"
+    def _read_new(self) -> None:
+        """Read the vectors of entries that are not in memory yet."""
+        after = (self._last_id,)
+        sizes = self._connection.execute(
+            "SELECT base_fingerprint, recipe, projection, dimension, COUNT(*) FROM specification WHERE id > ?"
+            " GROUP BY base_fingerprint, recipe, projection, dimension",
+            after,
         ).fetchall()
-        return [
-            ((base, recipe, projection, dimension), count)
-            for base, recipe, projection, dimension, count in rows
-        ]
-
-    def _group_of(self, specification: Specification) -> _Group:
-        key = _key(specification)
-        return self._groups.setdefault(key, _Group(np.empty((0, specification.vector.size), np.float32), []))
+        for *key, count in sizes:
+            self._groups.setdefault((key[0], key[1], key[2], key[3]), _Group.empty(key[3], count))
+        cursor = self._connection.execute(
+            "SELECT id, name, kind, base_fingerprint, recipe, projection, dimension, payload FROM specification"
+            " WHERE id > ? ORDER BY id",
+            after,
+        )
+        for identity, name, kind, base, recipe, projection, dimension, payload in cursor:
+            group = self._groups[(base, recipe, projection, dimension)]
+            group.append(identity, kind, self._vector(payload, name, dimension))
+            self._last_id = identity
 
     @staticmethod
-    def _vector(payload: bytes, name: str) -> npt.NDArray[np.float32]:
+    def _vector(payload: bytes, name: str, dimension: int | None = None) -> npt.NDArray[np.float32]:
         try:
-            return load_safetensors(payload)["vector"].astype(np.float32, copy=False)
+            vector = load_safetensors(payload)["vector"].astype(np.float32, copy=False)
         except Exception as error:
             raise DataError(f"the stored vector of specification {name!r} is damaged") from error
+        if dimension is not None and vector.shape != (dimension,):
+            raise DataError(f"the stored vector of specification {name!r} is damaged: shape {vector.shape}")
+        return vector
 
 
 def _key(specification: Specification) -> tuple[str, str, str, int]:

@@ -6,17 +6,31 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from fedlora.errors import DataError, PrivacyParameterError, UnsupportedEventError
+from fedlora.accounting import Event, epsilon_of
+from fedlora.accounting.accountant import parts_of, require_chargeable
+from fedlora.errors import DataError, PrivacyParameterError
 
 Vector = npt.NDArray[np.float32]
 
 NAME_PATTERN = re.compile(r"^[\w][\w.:@/+-]{0,199}$")
 MAX_DIMENSION = 1024
+
+
+class NameTakenError(DataError):
+    """A dock has an entry of that name already."""
+
+
+class NotInDockError(DataError):
+    """A dock has no such entry, or nothing that may be compared."""
+
+
+class DockFullError(DataError):
+    """A dock holds as many entries as it may."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class Specification:
 
     def __post_init__(self) -> None:
         """Check shape, norm and names; a specification that cannot be compared is refused."""
-        if not isinstance(self.name, str) or not NAME_PATTERN.match(self.name):
+        if not isinstance(self.name, str) or not NAME_PATTERN.fullmatch(self.name):
             raise DataError(f"specification name {self.name!r:.80} must match {NAME_PATTERN.pattern}")
         if self.kind not in ("model", "task"):
             raise DataError(
@@ -112,32 +126,25 @@ class Specification:
             raise DataError(f"specification {self.name!r} needs a licence, a base fingerprint and a recipe")
 
 
-def refuse_intrinsic(privacy: PrivacyStatement, *, recipe_public: bool, expanded_released: bool) -> None:
-    """Refuse the noise-free intrinsic mode wherever its secrecy condition cannot hold.
-
-    With lora_A, its seed or the product lora_B lora_A public, a noise-free specification has no
-    privacy at all ("PAVE Specifications of Learnwares ...", Proposition 3.7).
-
-    Raises:
-        UnsupportedEventError: if a conditional statement meets a public lora_A, seed or product.
-    """
-    if privacy.guarantee == "conditional" and (recipe_public or expanded_released):
-        what = "lora_A or its seed" if recipe_public else "the product lora_B lora_A"
-        raise UnsupportedEventError(
-            f"the intrinsic guarantee needs a secret lora_A, but {what} is public: the release has no privacy. "
-            "Use the certified mode (lora_fa with per_layer_clip and noise), or state 'none'"
-        )
-
-
-def statement_from_report(report: Any, *, unit: str, adversary: str, sampling: str) -> PrivacyStatement:
-    """Turn an accountant's report into the statement that travels with a specification.
+def statement_from_event(
+    event: Event, delta: float, *, adjacency: str, accountant: str, unit: str, adversary: str, sampling: str
+) -> PrivacyStatement:
+    """Account for one release and return the statement that travels with a specification.
 
     Args:
-        report: `fedlora.accounting.EpsilonReport`.
-        unit: "record" or "client".
+        event: what the whole release is, from the objects that ran.
+        delta: in (0, 1).
+        adjacency: neighbouring relation.
+        accountant: tool, or "best".
+        unit: "record", "person" or "client".
         adversary: against whom the figure holds.
         sampling: how batches were drawn.
+
+    Raises:
+        UnsupportedEventError: if the event cannot pay for a release (a noise-free, conditional analysis).
     """
+    require_chargeable(parts_of(event))
+    report = epsilon_of(event, delta, adjacency=adjacency, accountant=accountant, unit=unit)
     return PrivacyStatement(
         guarantee="dp",
         epsilon=float(report.epsilon),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
@@ -113,4 +114,24 @@ class Policy:
         if self.base_fingerprints is not None and fingerprint not in self.base_fingerprints:
             raise PolicyRefusedError(
                 f"policy.base_fingerprints: base model {fingerprint[:16]} is not allowed here; add it to the list"
+            )
+
+    def check_layers(self, config: FedLoraConfig, layers: int) -> None:
+        """Check the noise of a mechanism that clips each layer alone: jointly it is sigma / sqrt(layers).
+
+        Args:
+            config: the run's configuration.
+            layers: parts that are clipped alone; 1 where one clip covers everything.
+
+        Raises:
+            PolicyRefusedError: if the joint release has less noise than this site asks for.
+        """
+        low, privacy = self.min_noise_multiplier, config.privacy
+        if low is None or layers <= 1 or isinstance(privacy, NoPrivacy) or privacy.unit != "record":
+            return
+        joint = (privacy.noise_multiplier or 0.0) / math.sqrt(layers)
+        if not (joint >= low):
+            raise PolicyRefusedError(
+                f"policy.min_noise_multiplier: {layers} layers are clipped alone, so {privacy.noise_multiplier} is "
+                f"{joint:.4g} for their joint release; this site allows {low} or more"
             )

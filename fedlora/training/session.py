@@ -13,7 +13,7 @@ from fedlora.adapters.models import LoadedBase, load_base
 from fedlora.aggregation.client_privacy import client_event
 from fedlora.config import config_container, config_from_container
 from fedlora.config.resolve import check_derived, config_hash
-from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, LoraFaMechanism, NoPrivacy
 from fedlora.data import Task, build_task
 from fedlora.errors import ConfigError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
@@ -107,6 +107,13 @@ def step_event(config: FedLoraConfig, layout: AdapterLayout) -> Event:
     if isinstance(config.privacy, ClientPrivacy):
         return client_event(config.privacy, config.federation)
     return charged_event(config, build_mechanism(config, layout).step_event())
+
+
+def layers_alone(bench: Workbench) -> int:
+    """Return how many layers are clipped alone; 1 where one clip covers everything."""
+    metric = bench.mechanism.metric
+    alone = metric.per_layer and isinstance(bench.config.mechanism, LoraFaMechanism)
+    return len(set(metric.group_of.values())) if alone else 1
 
 
 def check_claims(bench: Workbench) -> None:
