@@ -32,9 +32,12 @@ PUBLIC_METRICS: Final = frozenset(
         "ledger_head",
         "num_events",
         "server_round",
+        "projection_seed",
+        "dropped_norm",
     }
 )
-"""Values that do not depend on records: they come from the config and the ledger alone."""
+"""Values that may leave: from the config, the ledger and the server's own message, or worked out from noised updates
+alone (`dropped_norm`, which mechanisms send under record-level noise only)."""
 
 
 @dataclass(frozen=True)

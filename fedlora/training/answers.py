@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fedlora.aggregation import reduce_payloads
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.errors import AccountingError, DuplicateRoundError, FedLoraError
+from fedlora.ledger import filter_metrics
 from fedlora.ledger.types import Refusal
 from fedlora.training.charging import Standing, charged_event
 from fedlora.training.port import error_record, where_it_failed
@@ -56,14 +57,18 @@ def checked_update(bench: Workbench, client: str, steps: int, update: Any) -> Cl
 
 
 def with_examples(reply: ClientReply, config: FedLoraConfig, count: int) -> ClientReply:
-    """Note the number of a client's records on its update: without any privacy only, where counts are no secret.
+    """Note the number of a client's records on its update, and let only those notes leave that may.
 
-    Weights by examples need it, and a client without records is then skipped by name.
+    Under any privacy the one gate (`filter_metrics`) keeps the count and every other value back that is not known to
+    be public, whoever put it there. Without privacy, weights by examples need the count, and a client without
+    records is then skipped by name.
     """
-    if not isinstance(config.privacy, NoPrivacy) or reply.payload is None:
+    if reply.payload is None:
         return reply
-    notes = {**reply.payload.notes, "num_examples": count}
-    return replace(reply, payload=replace(reply.payload, notes=notes))
+    found = filter_metrics(
+        {**reply.payload.notes, "num_examples": count}, private=not isinstance(config.privacy, NoPrivacy)
+    )
+    return replace(reply, payload=replace(reply.payload, notes=found.sent))
 
 
 def stamped(
