@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fedlora.accounting import Event
-from fedlora.config.schema import FedLoraConfig
+from fedlora.aggregation.client_terms import client_terms
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig
 from fedlora.errors import LedgerError
 from fedlora.ledger import Ledger
 from fedlora.ledger.types import Account, CommitRequest, ReserveRequest
@@ -26,6 +27,8 @@ class ServerCharge:
         """Bind the ledger."""
         self._ledger, self._config, self._run_id = ledger, config, run_id
         self._round = 0
+        privacy = config.privacy
+        self._terms = client_terms(privacy, config.federation) if isinstance(privacy, ClientPrivacy) else None
 
     def start_round(self, server_round: int) -> None:
         """Say which round pays next."""
@@ -38,7 +41,7 @@ class ServerCharge:
             BudgetExceededError: if it would pass the budget.
             LedgerError: if there is no ledger or it cannot be written.
         """
-        if self._ledger is None:
+        if self._ledger is None or self._terms is None:
             raise LedgerError("client-level privacy: the server has no ledger to charge; nothing is released")
         request = ReserveRequest(
             account=Account(FEDERATION, self._config.data.name),
@@ -47,6 +50,7 @@ class ServerCharge:
             server_round=self._round,
             event=event,
             steps=1,
+            assumptions=self._terms.conditions(),
         )
         reservation = self._ledger.reserve_one(request)
         self._ledger.commit([CommitRequest(reservation, 1, event)])

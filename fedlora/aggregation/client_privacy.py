@@ -92,11 +92,15 @@ class ClientPlan:
 
     @property
     def event(self) -> Event:
-        """What one round releases: the noised sum and, if the clip adapts, the noised bits (one coin)."""
+        """What one round releases: the noised sum and, if the clip adapts, the noised bits (one coin).
+
+        With noise in shares no amplification is claimed: the server, against which the shares protect, draws the coins
+        and knows who takes part.
+        """
         sigma = self.noise_multiplier
         if self.quantile is not None and self.quantile_noise_multiplier is not None:
             sigma = (sigma**-2 + self.quantile_noise_multiplier**-2) ** -0.5
-        if self.sample_rate is None or self.sample_rate == 1.0:
+        if self.sample_rate is None or self.sample_rate == 1.0 or self.noise_at == "clients":
             return GaussianEvent(sigma)
         return PoissonGaussianEvent(sigma, self.sample_rate)
 
