@@ -158,6 +158,12 @@ class AuditFailedError(PrivacyError):
     exit_code = 30
 
 
+class WeakAuditError(PrivacyError):
+    """An audit found nothing, but would not have noticed half the noise either, and a pass was required."""
+
+    exit_code = 31
+
+
 class GeometryError(FedLoraError):
     """Base of faults in frames, tangents and factors."""
 

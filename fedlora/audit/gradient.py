@@ -18,13 +18,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedlora.accounting import epsilon_of
 from fedlora.audit.canaries import CanaryBasis, Chosen, canary_basis, overshoot
+from fedlora.audit.faults import ScaledNoise
 from fedlora.audit.planning import Plan, Question, best_bound, make_plan, score_step
 from fedlora.audit.statistics import best_one_run_bound, roc_figures
-from fedlora.audit.verdict import Verdict, judge
+from fedlora.audit.verdict import Verdict, judge, measure_power
 from fedlora.config.resolve import total_steps
 from fedlora.config.schema import RecordPrivacy
 from fedlora.errors import UnsupportedCombinationError
@@ -38,19 +38,6 @@ from fedlora.training.session import Workbench
 _CHUNK_NUMBERS: Final = 2**23
 _DENSE_NUMBERS: Final = 9000
 """Numbers of per-record gradients that one attack may fill for each canary that was asked for, over all its steps."""
-
-
-@dataclass
-class ScaledNoise:
-    """FAULT for measuring power: another source's noise, scaled."""
-
-    scale: float
-    source: NoiseSource
-    private: bool = True
-
-    def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return (count,) Gaussians of standard deviation `scale`."""
-        return self.source.gaussians(count, device, dtype) * self.scale
 
 
 @dataclass(frozen=True)
@@ -107,17 +94,18 @@ class GradientAudit:
         """Attack once, then measure the power on as many runs with half the noise.
 
         Args:
-            repeats: runs with half the noise; 0 leaves the power open.
+            repeats: runs with half the noise at most (fewer once the required power is out of reach); 0 leaves the
+                power open.
         """
         plan = self.plan()
         attack = self.attack(plan)
         bound = self.bound(attack, plan)
-        caught = sum(
-            self.bound(self.attack(plan, partial(ScaledNoise, 0.5, self._noise())), plan)
-            > plan.claimed_epsilon
-            for _ in range(repeats)
-        )
-        power = caught / repeats if repeats > 0 else None
+
+        def caught() -> bool:
+            halved = self.attack(plan, partial(ScaledNoise, 0.5, self._noise()))
+            return self.bound(halved, plan) > plan.claimed_epsilon
+
+        power, done = measure_power(caught, repeats)
         roc = roc_figures(attack.scores, attack.truth)
         one_run, guesses = best_one_run_bound(
             attack.scores, attack.truth, delta=self._privacy.target_delta, confidence=self._confidence
@@ -131,7 +119,7 @@ class GradientAudit:
             "thresholds": list(plan.thresholds),
             "one_run_bound": one_run,
             "one_run_guesses": guesses,
-            "power_repeats": repeats,
+            "power_repeats": done,
         }
         word = judge(plan.claimed_epsilon, bound, power)
         return Verdict(

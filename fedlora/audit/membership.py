@@ -228,11 +228,20 @@ def _gradients(bench: Workbench, records: Sequence[Encoded]) -> Floats:
     return found
 
 
-def calibrated_attack(bench: Workbench, *, records: int = 32, steps: int = 8) -> Verdict:
+def calibrated_attack(
+    bench: Workbench, *, records: int = 32, steps: int = 8, noise: NoiseSource | None = None
+) -> Verdict:
     """Score L(x; reference) - L(x; target) of one target model; members were chosen by fair coins.
 
     The reference is trained on other public records. Beside the bound: AUC, true positive rates, perplexities.
+
+    Args:
+        bench: model and mechanism.
+        records: audited records, and as many for the reference.
+        steps: local steps (1 under a shared projection).
+        noise: the target's and the reference's noise source; the operating system's by default.
     """
+    source = OsNoise() if noise is None else noise
     public = public_records(bench.task, 2 * records, _TOKENS)
     audited, auxiliary = public[:records], public[records:]
     generator = np.random.default_rng()
@@ -244,8 +253,8 @@ def calibrated_attack(bench: Workbench, *, records: int = 32, steps: int = 8) ->
     engine = CohortEngine(bench.adapted, mechanism, bench.task, bench.config)
     members = [one for one, inside in zip(audited, truth, strict=True) if inside]
     jobs = [
-        ClientJob("target", lambda: members, OsNoise()),
-        ClientJob("reference", lambda: auxiliary, OsNoise()),
+        ClientJob("target", lambda: members, source),
+        ClientJob("reference", lambda: auxiliary, source),
     ]
     start = bench.initial_payload()
     target, reference = (update.payload for update in engine.train(start, jobs, steps))

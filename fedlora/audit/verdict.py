@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -72,6 +72,24 @@ def judge(claimed_epsilon: float | None, lower_bound: float, power: float | None
     if not (lower_bound <= claimed_epsilon):
         return "failed"
     return "passed" if power is not None and power >= REQUIRED_POWER else "weak attack"
+
+
+def measure_power(caught: Callable[[], bool], repeats: int) -> tuple[float | None, int]:
+    """Repeat an audit of the same mechanism at half the noise until its power is decided.
+
+    Args:
+        caught: runs one such audit; True if its lower bound lies above the claim.
+        repeats: audits at most; 0 leaves the power open.
+
+    Returns:
+        (share caught, audits done): fewer than `repeats` once `REQUIRED_POWER` is out of reach.
+    """
+    found, done = 0, 0
+    while done < repeats:
+        found, done = found + caught(), done + 1
+        if done - found > (1.0 - REQUIRED_POWER) * repeats + 1e-9:
+            break
+    return (found / done if done > 0 else None), done
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> Path:

@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
-from fedlora.errors import AuditFailedError, ConfigError, UnsupportedCombinationError
+from fedlora.errors import AuditFailedError, ConfigError, UnsupportedCombinationError, WeakAuditError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fedlora.audit.verdict import Verdict
+    from fedlora.mechanisms.noise import NoiseSource
     from fedlora.training.selfcheck import SelfCheck
     from fedlora.training.session import Workbench
 
 HELP = """Attack a run's mechanism and compare what the attack proves with the claimed epsilon.
 
 No private record is read: canaries and public random records are attacked, through the very clip, noise and training
-code that a run uses. Exit code 30 means that a lower bound lies above the claim, or that a self-check
-failed. "weak attack" means that the attack would not have noticed half the noise either.
+code that a run uses. Exit code 30 means that a lower bound lies above the claim, that a self-check failed, or that a
+run states less than its own events imply. "weak attack" means that the attack would not have noticed half the
+noise either; with --strict that is exit code 31.
 
 Examples:
 
@@ -55,6 +59,10 @@ OutputOption = Annotated[
     Path | None, typer.Option("--output", help="Folder for audit-*.json; the run's folder by default.")
 ]
 
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit code 31 unless an attack passed with the required power.")
+]
+
 
 @app.command(help=HELP)
 def audit(
@@ -66,18 +74,24 @@ def audit(
     canaries: CanariesOption = 60_000,
     trials: TrialsOption = 64,
     output: OutputOption = None,
+    strict: StrictOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Audit one run or configuration."""
+    from fedlora.audit.run_claim import hold_to_claim, read_claim
     from fedlora.audit.verdict import write_verdict
     from fedlora.training.selfcheck import run_selfchecks
 
     chosen = _chosen(attack)
     bench, folder = open_target(target, overrides or [], overlay or [])
     checks = run_selfchecks(bench)
-    verdicts = run_attacks(
+    verdicts, left_out = run_attacks(
         bench, chosen, repeats=repeats, canaries=canaries, trials=trials, quick=attack == "quick"
     )
+    if folder is not None:
+        claim = read_claim(folder, bench.config)
+        checks.append(claim.check())
+        verdicts = [hold_to_claim(one, claim) for one in verdicts]
     place = output or folder
     written = []
     if place is not None:
@@ -88,11 +102,14 @@ def audit(
         "ok": not failed,
         "selfchecks": [vars(one) for one in checks],
         "audits": [one.to_json() for one in verdicts],
+        "left_out": left_out,
         "written": written,
     }
-    emit(result, as_json=as_json, text=_text(verdicts, checks))
+    emit(result, as_json=as_json, text=_text(verdicts, checks, left_out))
     if failed:
         raise typer.Exit(AuditFailedError.exit_code)
+    if strict and not any(one.verdict == "passed" for one in verdicts):
+        raise typer.Exit(WeakAuditError.exit_code)
 
 
 def _chosen(attack: str) -> tuple[str, ...]:
@@ -139,44 +156,54 @@ def _from_file(target: str, overrides: list[str], overlays: list[str]) -> Workbe
 
 def run_attacks(
     bench: Workbench, attacks: tuple[str, ...], *, repeats: int, canaries: int, trials: int, quick: bool
-) -> list[Verdict]:
-    """Run the named attacks; with several, those that do not fit the mechanism are left out.
+) -> tuple[list[Verdict], dict[str, str]]:
+    """Run the named attacks.
+
+    Returns:
+        Verdicts, and attack to reason for those that do not fit the mechanism (only where several were asked for).
 
     Raises:
         UnsupportedCombinationError: if the only attack that was asked for does not fit.
     """
-    from dataclasses import replace
-
-    from fedlora.audit import membership
-    from fedlora.audit.gradient import GradientAudit
-
-    def control() -> Verdict:
-        free = membership.noise_free(bench)
-        shadows = membership.make_shadows(free, trials=trials, steps=1)
-        return replace(membership.release_attack(free, shadows), attack="noise-free")
-
-    runs = {
-        "gradient": lambda: GradientAudit(bench, canaries=canaries).run(repeats=repeats),
-        "loss": lambda: membership.loss_attack(bench, membership.make_shadows(bench, trials=trials)),
-        "release": lambda: membership.release_attack(
-            bench, membership.make_shadows(bench, trials=trials, steps=1)
-        ),
-        "calibrated": lambda: membership.calibrated_attack(bench),
-        "noise-free": control,
-    }
+    runs = _attacks(bench, repeats, canaries, trials)
     if quick and bench.config.privacy.unit != "record":
         attacks = ("release", "loss")
-    found = []
+    found, left_out = [], {}
     for name in attacks:
         try:
             found.append(runs[name]())
-        except UnsupportedCombinationError:
+        except UnsupportedCombinationError as error:
             if len(attacks) == 1:
                 raise
-    return found
+            left_out[name] = str(error)
+    return found, left_out
 
 
-def _text(verdicts: list[Verdict], checks: list[SelfCheck]) -> str:
+def _attacks(bench: Workbench, repeats: int, canaries: int, trials: int) -> dict[str, Callable[[], Verdict]]:
+    from dataclasses import replace
+
+    from fedlora.audit import membership
+    from fedlora.audit.faults import with_power
+    from fedlora.audit.gradient import GradientAudit
+
+    def shadows(noise: NoiseSource, steps: int) -> membership.Shadows:
+        return membership.make_shadows(bench, trials=trials, steps=steps, noise=noise)
+
+    def control() -> Verdict:
+        free = membership.noise_free(bench)
+        made = membership.make_shadows(free, trials=trials, steps=1)
+        return replace(membership.release_attack(free, made), attack="noise-free")
+
+    return {
+        "gradient": lambda: GradientAudit(bench, canaries=canaries).run(repeats=repeats),
+        "loss": lambda: with_power(lambda n: membership.loss_attack(bench, shadows(n, 4)), repeats),
+        "release": lambda: with_power(lambda n: membership.release_attack(bench, shadows(n, 1)), repeats),
+        "calibrated": lambda: with_power(lambda n: membership.calibrated_attack(bench, noise=n), repeats),
+        "noise-free": control,
+    }
+
+
+def _text(verdicts: list[Verdict], checks: list[SelfCheck], left_out: dict[str, str]) -> str:
     lines = [f"self-check: {one.name}: {'ok' if one.passed else 'FAILED'} ({one.detail})" for one in checks]
     for one in verdicts:
         claimed = (
@@ -190,4 +217,5 @@ def _text(verdicts: list[Verdict], checks: list[SelfCheck]) -> str:
         lines += [f"  {key}: {value}" for key, value in one.conditions.items() if value not in (None, [])]
         if one.delta:
             lines.append(f"  delta: {one.delta:g}")
+    lines += [f"{name}: left out: {why}" for name, why in left_out.items()]
     return "\n".join(lines)

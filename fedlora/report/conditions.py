@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
+from fedlora.aggregation.client_terms import ROUTED_HONESTLY, client_terms
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 
 NO_PRIVACY: Final = "no privacy: nothing was clipped or noised"
 
 UNCLIPPED: Final = (
-    "every record's gradient norm is at most max_grad_norm: stated by the configuration, not enforced"
+    "every record's gradient norm is at most {bound:g}: stated by the configuration, not enforced"
 )
 
 
@@ -25,7 +26,8 @@ def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
         return {"privacy": "none", "note": NO_PRIVACY}
     record = isinstance(privacy, RecordPrivacy)
     seeded = privacy.noise_source == "seeded-test-only"
-    stated = {} if getattr(config.mechanism, "clipping", True) else {"assumption": UNCLIPPED}
+    bound = getattr(config.mechanism, "gradient_bound", None)
+    stated = {} if bound is None else {"assumption": UNCLIPPED.format(bound=bound)}
     return {
         "privacy": "NO PRIVACY: seeded test noise" if seeded else "differential privacy",
         "mechanism": config.mechanism.kind,
@@ -43,7 +45,21 @@ def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
         "sample_rate": config.training.sample_rate if record else _client_rate(config),
         "sampling_assumption": _record_sampling(config) if record else _client_sampling(config),
         **stated,
+        **_sums(config),
     }
+
+
+def _sums(config: FedLoraConfig) -> dict[str, Any]:
+    """State what a client-level guarantee assumes beyond sampling, and what secure sums hide from whom."""
+    found: dict[str, Any] = {}
+    if isinstance(config.privacy, ClientPrivacy):
+        terms = client_terms(config.privacy, config.federation)
+        found["neighbouring"] = terms.neighbour
+        if terms.assumptions:
+            found["assumption"] = "; ".join(terms.assumptions)
+    if config.federation.secure_aggregation:
+        found["secure_aggregation"] = f"the server sees sums only; {ROUTED_HONESTLY}"
+    return found
 
 
 def _unit(config: FedLoraConfig) -> str:
@@ -55,8 +71,10 @@ def _unit(config: FedLoraConfig) -> str:
 
 def _adversary(config: FedLoraConfig) -> str:
     privacy = config.privacy
-    if not isinstance(privacy, RecordPrivacy):
-        return "anyone who sees the global adapters, but not the server"
+    if isinstance(privacy, ClientPrivacy):
+        return client_terms(privacy, config.federation).adversary
+    if isinstance(privacy, NoPrivacy):
+        return NO_PRIVACY
     seen = "anyone who sees all updates, the server included"
     if getattr(config.mechanism, "projection_source", "client") == "shared":
         return f"{seen}, if the server draws each projection honestly and after the adapter is fixed"
@@ -72,14 +90,15 @@ def _record_sampling(config: FedLoraConfig) -> str:
 
 def _client_rate(config: FedLoraConfig) -> float:
     asked = config.federation.clients_per_round
-    return asked if isinstance(asked, float) else 1.0
+    claimed = isinstance(config.privacy, ClientPrivacy) and config.privacy.noise_at == "server"
+    return asked if isinstance(asked, float) and claimed else 1.0
 
 
 def _client_sampling(config: FedLoraConfig) -> str:
-    rate = _client_rate(config)
-    if rate < 1.0:
-        return f"Poisson sampling of clients at the public rate {rate:.4g}; the divisor is their public expected number"
-    return "no amplification by sampling is claimed; the divisor is the public expected number of clients"
+    if not isinstance(config.privacy, ClientPrivacy):
+        return "no amplification by sampling is claimed"
+    said = client_terms(config.privacy, config.federation).sampling
+    return f"{said}; the divisor is the public expected number of clients"
 
 
 def conditions_line(statement: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def charts(data: RunData, conditions: str) -> str:
                 f"<figure>{svg(title, 'round', [float(one) for one in x], {title: y}, y_label=label)}</figure>"
             )
         elif x:
-            constant.append((title, y[0]))
+            constant.append((title, int(y[0]) if y[0].is_integer() else y[0]))
     budget = epsilon_chart(data)
     if budget:
         drawn.insert(len(names), f"<figure>{budget}<figcaption>{escape(conditions)}</figcaption></figure>")

@@ -114,7 +114,7 @@ def document(title: str, parts: Sequence[str], data: Any) -> str:
         parts: sections; empty ones are left out.
         data: JSON-ready values, embedded unrounded as the element `#data`.
     """
-    embedded = json.dumps(data, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

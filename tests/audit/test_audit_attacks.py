@@ -149,6 +149,18 @@ def test_the_calibrated_attack_states_its_figures(model):
     assert {"auc", "tpr_at_1_percent_fpr", "tpr_at_10_percent_fpr", "perplexity_members"} <= set(figures)
 
 
+def test_the_calibrated_attack_sees_members_without_noise_and_chance_with_it(tmp_path):
+    """Eq. 16's score: AUC and perplexities part without privacy; under noise neither does."""
+    bench = make_bench(write_model(tmp_path / "wide", 32), rank=8)
+    free = membership.calibrated_attack(membership.noise_free(bench), records=24, steps=150)
+    assert free.figures["auc"] > 0.9
+    assert free.figures["perplexity_members"] < free.figures["perplexity_others"]
+    assert free.figures["tpr_at_1_percent_fpr"] <= free.figures["tpr_at_10_percent_fpr"]
+    private = membership.calibrated_attack(bench, records=24, steps=20)
+    assert private.figures["auc"] < 0.9
+    assert private.lower_bound <= private.claimed_epsilon
+
+
 # -- self-checks: what attacks cannot see ---------------------------------------------------------------
 
 
@@ -291,6 +303,28 @@ def test_no_false_alarm_in_twenty_runs(model, case):
     audit = GradientAudit(make_bench(model, case), canaries=20_000)
     plan = audit.plan()
     assert all(audit.bound(audit.attack(plan), plan) <= plan.claimed_epsilon for _ in range(20))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_private_mechanism_stays_below_its_claim_over_three_seeds(model, case, seed):
+    """Every attack that fits; and the control without noise leaks each time."""
+    from fedlora.errors import UnsupportedCombinationError as Unsupported
+
+    bench = make_bench(model, case, seed=seed)
+    found = [GradientAudit(bench, canaries=20_000).run(repeats=0), membership.calibrated_attack(bench)]
+    for attack, steps in ((membership.loss_attack, 3), (membership.release_attack, 1)):
+        try:
+            found.append(attack(bench, membership.make_shadows(bench, trials=60, steps=steps)))
+        except Unsupported:
+            assert attack is membership.release_attack
+    for verdict in found:
+        assert verdict.lower_bound <= verdict.claimed_epsilon, verdict
+    if bench.layout.modules:
+        free = membership.noise_free(bench)
+        control = membership.release_attack(free, membership.make_shadows(free, trials=60, steps=1))
+        assert control.figures["auc"] > 0.99
 
 
 @pytest.mark.long
