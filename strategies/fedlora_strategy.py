@@ -201,9 +201,9 @@ class FedLoraStrategy(Strategy):
             raise TooFewRepliesError(
                 f"round {server_round}: no node answered ({len(self._sent)} were asked); nothing was released"
             )
+        record.rejected.update(self.aggregator.rejected)  # named also where the round fails
         result = self._secure(ready) if self.facts.secure else self.aggregator.finish()
         record.result, record.accepted = result, result.accepted
-        record.rejected.update(result.rejected)
         self.payload, self.full = result.payload, result.full
         return record_of(self.payload), round_metrics(record, result, private)
 

@@ -98,6 +98,11 @@ class Aggregator:
         return replace(self._plan, clipping_norm=self._clip)
 
     @property
+    def rejected(self) -> Mapping[str, str]:
+        """Client to reason of this round's updates that are not used; also after `finish` failed."""
+        return dict(sorted(self._rejected.items()))
+
+    @property
     def can_reduce(self) -> bool:
         """Whether nodes may send sums of their clients' updates."""
         plain = self._plan is None and self.rules.robust is None and not self.rules.weighted

@@ -24,11 +24,11 @@ from fedlora.aggregation.secagg_client import SecAggPlan, Verify
 from fedlora.aggregation.secagg_field import FixedPoint
 from fedlora.aggregation.secagg_round import REFUSED, Body, SecAggNode
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
-from fedlora.errors import PolicyRefusedError, StaleRoundError, WireError
+from fedlora.errors import InconsistentRepliesError, PolicyRefusedError, StaleRoundError, WireError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
 from fedlora.names import WIRE_SCHEMA
 from fedlora.training.fields import BROKEN
-from fedlora.training.port import SECAGG, Packet
+from fedlora.training.port import SECAGG, Packet, error_record
 from fedlora.training.requests import ClientReply, RoundRequest
 from fedlora.wire.payload import AdapterPayload
 
@@ -136,10 +136,22 @@ def check_withhold(config: FedLoraConfig, request: RoundRequest) -> None:
 
 
 def withhold(desk: SecureDesk, request: RoundRequest, config: FedLoraConfig, replies: Replies) -> Replies:
-    """Keep the replies' updates at the desk and return the replies without them."""
-    held = {reply.client: reply.payload for reply in replies if reply.payload is not None}
+    """Keep the replies' updates at the desk and return the replies without them.
+
+    A client that states that it has no records (runs without privacy only) fails by name: in a sum nobody could leave
+    its update out later.
+    """
+    kept = tuple(_without_empty(reply) for reply in replies)
+    held = {reply.client: reply.payload for reply in kept if reply.payload is not None}
     desk.withhold(request.run_id, request.server_round, held, request.payload, config)
-    return tuple(replace(reply, payload=None) for reply in replies)
+    return tuple(replace(reply, payload=None) for reply in kept)
+
+
+def _without_empty(reply: ClientReply) -> ClientReply:
+    if reply.payload is None or reply.payload.notes.get("num_examples") != 0:
+        return reply
+    problem = InconsistentRepliesError(f"client {reply.client!r} has no examples; its update is skipped")
+    return replace(reply, status="failed", payload=None, error=error_record(problem))
 
 
 @dataclass(frozen=True)

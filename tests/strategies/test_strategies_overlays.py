@@ -90,8 +90,8 @@ def test_client_level_privacy_end_to_end_and_the_ledger_equals_a_recomputation(h
     assert result.epsilon == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("weights", ["equal", "num_examples"])
-def test_h07_clients_without_records_are_skipped_by_name_end_to_end(helpers, tmp_path, weights):
+@pytest.mark.parametrize(("weights", "secure"), [("equal", False), ("num_examples", False), ("equal", True)])
+def test_h07_clients_without_records_are_skipped_by_name_end_to_end(helpers, tmp_path, weights, secure):
     from fedlora.config import config_from_container
     from fedlora.simulation.run import simulate
 
@@ -99,13 +99,43 @@ def test_h07_clients_without_records_are_skipped_by_name_end_to_end(helpers, tmp
     raw = tools.container(world, tmp_path / "runs")
     raw["privacy"] = {"unit": "none"}
     raw["federation"] |= {
-        "rounds": 1,
+        "rounds": 2,
         "min_replies": 1,
         "aggregation": {"kind": "mean_b", "weights": weights},
+        "secure_aggregation": secure,
     }
-    raw["data"]["partition"] = {"kind": "quantity", "clients": 4, "alpha": 0.02}
+    raw["data"]["partition"] = {"kind": "quantity", "clients": 8, "alpha": 0.1}
     result = simulate(config_from_container(raw), in_process=True)
-    line = tools.metric_lines(result.folder)[-1]
     assert result.status == "finished"
-    assert line["accepted"] + len(line["failed"]) == 4
-    assert all("no examples" in reason for reason in line["failed"].values())
+    for line in tools.metric_lines(result.folder)[-2:]:
+        assert line["failed"], "the partition leaves some clients without records"
+        assert line["accepted"] >= 2
+        assert line["accepted"] + len(line["failed"]) == 8
+        assert all("no examples" in reason for reason in line["failed"].values())
+
+
+def test_h07_a_round_in_which_every_client_is_empty_is_skipped_and_named(helpers, tmp_path, monkeypatch):
+    from fedlora.config import config_from_container
+    from fedlora.errors import TooFewRepliesError
+    from fedlora.simulation.run import simulate
+    from fedlora.training import trainer as training
+    from fedlora.training.answers import with_examples
+
+    tools, world = helpers
+    raw = tools.container(world, tmp_path / "runs")
+    raw["privacy"] = {"unit": "none"}
+    raw["federation"] |= {"rounds": 3, "min_replies": 1}
+    calls = []
+
+    def empty_in_round_two(reply, config, count):
+        calls.append(reply.client)
+        return with_examples(reply, config, 0 if 4 < len(calls) <= 8 else count)
+
+    monkeypatch.setattr(training, "with_examples", empty_in_round_two)
+    result = simulate(config_from_container(raw), in_process=True)
+    lines = tools.metric_lines(result.folder)[-3:]
+    assert [line["accepted"] for line in lines] == [4, 0, 4]
+    assert [line["status"] for line in lines] == ["ok", "skipped", "ok"]
+    assert len(lines[1]["failed"]) == 4
+    assert lines[1]["adapter"] == lines[0]["adapter"] != lines[2]["adapter"]
+    assert TooFewRepliesError.exit_code == 51
