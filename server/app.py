@@ -15,6 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedlora.simulation.settings import RunResult, ServerSettings, take_settings
 from server.finish import add_clients_ledger, finish, record_failure
+from server.folder import log_to_folder
 from server.from_context import folder_from_context, settings_from_context
 from server.setup import build_server
 
@@ -28,10 +29,12 @@ def main(grid: Grid, context: Context) -> None:
     """Run one federated training."""
     settings = take_settings(context.run_id)
     if settings is None:
+        place = folder_from_context(context)
+        if place is not None:
+            log_to_folder(place)
         try:
             settings = settings_from_context(context)
         except Exception as error:
-            place = folder_from_context(context)
             if place is not None:
                 record_failure(place, error)
             raise

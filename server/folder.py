@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any, Final
 from omegaconf import OmegaConf
 
 import fedlora
+from fedlora.cli.common import JsonLines
 from fedlora.config import config_container
 from fedlora.config.schema import FedLoraConfig
 from fedlora.ledger import Ledger
@@ -68,6 +70,22 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return str(value) if isinstance(value, Path) else value
+
+
+def log_to_folder(folder: Path) -> None:
+    """Write this process's log to `server.log` of a run folder too.
+
+    Flower keeps a ServerApp's output to itself: without this nobody would read why a node was left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "server.log")
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    json_lines = os.environ.get("FEDLORA_LOG_FORMAT", "") == "json"
+    handler.setFormatter(JsonLines() if json_lines else logging.Formatter(text))
+    for name in ("fedlora", "server", "strategies"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(os.environ.get("FEDLORA_LOG_LEVEL", "INFO").upper())
 
 
 class RunFolder:

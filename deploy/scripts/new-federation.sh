@@ -18,6 +18,7 @@ sample=$(mktemp -d)
 trap 'rm -rf "$sample"' EXIT
 $fedlora init "$sample/p" >/dev/null
 mkdir -p "$folder/server"
+mkdir -m 0755 "$folder/models"   # base models in the layout of HF_HOME; nothing is downloaded at run time
 $fedlora certs init "$folder/server/certs" --host "$host" --host localhost
 mv "$folder/server/certs/ca.key" "$folder/ca.key"   # keep it offline: it is needed for renewals only
 cp "$here/../examples/server/run.yaml" "$folder/server/run.yaml"

@@ -17,6 +17,7 @@ from fedlora.cli.state import AuditLog, StateFile
 from fedlora.config.trainer import TrainerConfig, load_trainer, site_path
 from fedlora.errors import FedLoraError
 from fedlora.training.port import Packet, unpack_request
+from fedlora.training.service_server import Took
 from fedlora.wire.fingerprint import payload_fingerprint
 
 _LOG = logging.getLogger("fedlora.trainer")
@@ -138,32 +139,35 @@ class RunningTrainer:
     def _path(self, value: str | None) -> Path | None:
         return None if value is None else site_path(self._file, value)
 
-    def _served(self, packet: Packet, answer: Packet, seconds: float) -> None:
+    def _served(self, packet: Packet, answer: Packet, took: Took) -> None:
         """Count and audit one request; only public facts are written."""
         op = str(packet.header.get("op"))[:20]
         self._registry.add("fedlora_requests_total", op=op)
-        self._registry.add("fedlora_request_seconds_total", seconds, op=op)
+        self._registry.add("fedlora_request_seconds_total", took.seconds, op=op)
         if op != "round":
             return
         run, number = str(packet.header.get("run_id"))[:200], packet.header.get("round")
-        overhead = self._overhead(seconds)
         replies = answer.header.get("replies")
         if not isinstance(replies, list):
             self._audit.write("round failed", run=run, round=number, error=answer.header.get("message"))
             self._registry.add("fedlora_rounds_total", status="failed")
             return
-        common = {"run": run, "round": number, "adapter": _adapter(packet), "overhead_seconds": overhead}
+        common = {"run": run, "round": number, "adapter": _adapter(packet), **self._overhead(took)}
         for reply in replies:
             self._one(common, reply)
 
-    def _overhead(self, seconds: float) -> float:
+    def _overhead(self, took: Took) -> dict[str, float]:
         """Publish where the last round's time went; return what was neither training nor loading the model."""
         parts = dict(self._site.trainer.last_timings)
+        busy = parts.pop("train_cpu", 0.0)
         for part, value in parts.items():
             self._registry.set("fedlora_round_seconds", value, part=part)
-        overhead = max(0.0, seconds - parts.get("train", 0.0) - parts.get("open", 0.0))
+        overhead = max(0.0, took.seconds - parts.get("train", 0.0) - parts.get("open", 0.0))
         self._registry.set("fedlora_round_overhead_seconds", overhead)
-        return round(overhead, 4)
+        return {
+            "overhead_seconds": round(overhead, 4),
+            "overhead_cpu_seconds": round(took.cpu_seconds - busy, 4),
+        }
 
     def _one(self, common: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         status, client = str(reply["status"]), str(reply["client"])

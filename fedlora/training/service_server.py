@@ -53,6 +53,14 @@ class ServiceLimits:
     max_connections: int = MAX_CONNECTIONS
 
 
+@dataclass(frozen=True)
+class Took:
+    """What one packet took from its first byte to its answer, in seconds: on the clock, and of processor time."""
+
+    seconds: float
+    cpu_seconds: float
+
+
 def ensure_token(path: Path, group: str | None = None) -> bytes:
     """Return the token of a file; make it (0600, or 0640 for a group) if it does not exist.
 
@@ -101,7 +109,7 @@ class TrainerService:
         token: the shared token.
         limits: bounds.
         group: a group that may connect beside the owner.
-        on_packet: called with (op, seconds, failed) after each packet, for metrics and audit.
+        on_packet: called with (question, answer, what it took) after each packet, for metrics and audit.
     """
 
     def __init__(
@@ -112,7 +120,7 @@ class TrainerService:
         *,
         limits: ServiceLimits | None = None,
         group: str | None = None,
-        on_packet: Callable[[Packet, Packet, float], None] | None = None,
+        on_packet: Callable[[Packet, Packet, Took], None] | None = None,
     ) -> None:
         """Keep the parts; `start` opens the socket."""
         self._port, self._path, self._token = port, Path(path), token
@@ -235,7 +243,7 @@ class TrainerService:
         stream.settimeout(self._limits.idle_seconds)
         if stream.recv(1, socket.MSG_PEEK) == b"":
             return False
-        started = time.monotonic()
+        started, busy = time.monotonic(), time.thread_time()
         try:
             packet = read_packet(stream, deadline, self._limits.max_message_bytes)
         except (WireError, PayloadTooLargeError) as error:
@@ -244,7 +252,7 @@ class TrainerService:
             return False
         answer = self._port.exchange(packet)
         if self._on_packet is not None:
-            self._on_packet(packet, answer, time.monotonic() - started)
+            self._on_packet(packet, answer, Took(time.monotonic() - started, time.thread_time() - busy))
         self._answer(stream, answer)
         return True
 

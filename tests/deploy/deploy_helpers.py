@@ -54,15 +54,16 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_rows(path: Path, count: int, seed: int) -> Path:
-    """Write rows whose label is told by the first word."""
+def write_rows(path: Path, count: int, seed: int, wards: tuple[str, ...] = ()) -> Path:
+    """Write rows whose label is told by the first word; with wards each row names one."""
     draw = random.Random(seed)
     lines = []
-    for _ in range(count):
+    for number in range(count):
         words = [draw.choice(WORDS) for _ in range(6)]
-        lines.append(
-            json.dumps({"text": " ".join(words), "label": "warm" if words[0] in WORDS[:6] else "cold"})
-        )
+        row = {"text": " ".join(words), "label": "warm" if words[0] in WORDS[:6] else "cold"}
+        if wards:
+            row["ward"] = wards[number % len(wards)]
+        lines.append(json.dumps(row))
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -132,6 +133,7 @@ class Federation:
     timeout: float = 300.0
     replies: int = 2
     sites: tuple[str, ...] = ("site-a", "site-b", "site-c")
+    wards: dict[str, tuple[str, ...]] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -149,13 +151,13 @@ class Federation:
             timeout=self.timeout,
             replies=self.replies,
             port=self.port,
-            expected=len(self.sites),
+            expected=sum(len(self.wards.get(site, (site,))) for site in self.sites),
         )
         (self.root / "run.yaml").write_text(run)
         allow = keyring.AllowList(self.root / "allow.json", {})
         for number, name in enumerate(self.sites):
             self.make_site(name, number)
-            allow.allow(name, self.root / name / "keys" / f"{name}.pub")
+            allow.allow(name, self.root / name / "keys" / f"{name}.pub", clients=self.wards.get(name, ()))
         allow.save()
         return self
 
@@ -165,10 +167,16 @@ class Federation:
         folder.mkdir()
         keyring.new_deployment_key(folder / "keys", name)
         keyring.new_identity_key(folder / "keys" / "identity.pem")
-        write_rows(folder / "records.jsonl", 60 + number, number)
+        wards = self.wards.get(name, ())
+        write_rows(folder / "records.jsonl", 60 + number, number, wards)
         place = self.place(name)
         place.mkdir(mode=0o700, exist_ok=True)
-        (folder / "site.yaml").write_text(SITE.format(name=name, socket=place))
+        text = SITE.format(name=name, socket=place)
+        if wards:  # an edge site: each ward is a logical client with a budget of its own
+            text = text.replace(
+                "  name: words-2026\n", "  name: words-2026\n  partition: {kind: column, column: ward}\n"
+            )
+        (folder / "site.yaml").write_text(text)
         return folder
 
     def start(

@@ -17,9 +17,11 @@ from fedlora.cli import pki
 from fedlora.cli.keyring import AllowList
 from fedlora.ledger import Account, load_secret, open_ledger
 
-ROUNDS, DEADLINE = 13, 45.0
+ROUNDS = 13
+DEADLINE = float(os.environ.get("FEDLORA_TEST_DEADLINE", "45"))
+"""The stragglers' deadline; raise it where the machine is busy."""
 SITES = ("site-a", "site-b", "site-c")
-BRIEF = 240.0
+BRIEF = 6 * DEADLINE
 """Bound of everything that is waited for, in seconds; machines that run tests are slow."""
 
 
@@ -126,6 +128,11 @@ class Story:
         """Whether a site has answered a round."""
         return any(entry["round"] == number for entry in self.audit(site))
 
+    def server_log(self) -> str:
+        """What the ServerApp wrote into the run folder."""
+        logs = list((self.made.root / "runs").glob("*/server.log"))
+        return "".join(log.read_text(errors="replace") for log in logs)
+
     def lines(self) -> dict[int, dict[str, Any]]:
         """The run's rounds so far."""
         return {line["round"]: line for line in self.made.rounds_done()}
@@ -180,8 +187,7 @@ class Story:
         self.until("the server", lambda: made.state().get("status") == "running")
         for site in SITES:
             self.relay(site)
-        log = made.root / "server-state" / "superlink.log"
-        self.until("site-c is left out", lambda: "0.0.9" in log.read_text(errors="replace"))
+        self.until("site-c is left out", lambda: "0.0.9" in self.server_log())
         made.kill("site-c-skewed")
         self.trainer("site-c")
         self.wires["site-a"].mute_after = self.pushes

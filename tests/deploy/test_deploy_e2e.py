@@ -11,15 +11,30 @@ from pathlib import Path
 
 import dp_accounting
 import pytest
-from deploy_helpers import Federation, wait_for
+from deploy_helpers import Federation, free_port, wait_for
 from dp_accounting import pld
 
-from fedlora.cli import keyring
+from fedlora.cli import keyring, pki
 from fedlora.config import load_config
 from fedlora.errors import AuthenticationError
 from fedlora.ledger import Account, load_secret, open_ledger
 
 SIGMA, RATE, STEPS, DELTA = 1.25, 8 / 64, 2, 1e-4
+WARDS = ("ward-1", "ward-2")
+HEALTH = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
+"""Metrics addresses of the server and of site-a's trainer."""
+SKEWED_CLOCK = """\
+import datetime as d
+class Shifted(d.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) - d.timedelta(hours=1)
+d.datetime = Shifted
+"""
+
+
+SEEN: dict[str, str] = {}
+"""The last pages that `pages` read; both processes end with the run."""
 
 
 def true_epsilon_of(sigma: float, steps: int) -> float:
@@ -35,19 +50,27 @@ def true_epsilon(steps: int) -> float:
     return true_epsilon_of(SIGMA, steps)
 
 
-def spent(federation: Federation, site: str) -> tuple[float, list[tuple[int, str, int]]]:
-    """Return (epsilon, rounds as (round, state, steps)) of one site's own ledger."""
+def spent(
+    federation: Federation, site: str, client: str | None = None
+) -> tuple[float, list[tuple[int, str, int]]]:
+    """Return (epsilon, rounds as (round, state, steps)) of a site's own ledger, for one of its clients."""
     folder = federation.root / site
     secret = load_secret(folder / "keys" / "ledger.secret")
     with open_ledger(folder / "ledger.db", secret=secret, read_only=True) as ledger:
-        report = ledger.report(Account(site, "words-2026"))
+        report = ledger.report(Account(client or site, "words-2026"))
     return report.epsilon, [(row.server_round, row.state, row.steps_charged) for row in report.rounds]
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    made = Federation(tmp_path_factory.mktemp("federation"), rounds=2, timeout=75.0).make()
-    made.start_server(f"privacy.noise_multiplier={SIGMA}")
+    made = Federation(
+        tmp_path_factory.mktemp("federation"), rounds=2, timeout=75.0, wards={"site-b": WARDS}
+    ).make()
+    watched = made.root / "site-a" / "site.yaml"
+    watched.write_text(
+        watched.read_text().replace("audit.jsonl}", f"audit.jsonl, metrics_address: '{HEALTH[1]}'}}")
+    )
+    made.start_server(f"privacy.noise_multiplier={SIGMA}", "--metrics", HEALTH[0])
     for site in made.sites:
         made.start_site(site)
     try:
@@ -61,21 +84,44 @@ def finished(federation: Federation) -> Federation:
     """The run after two rounds, one client killed in the second, one stranger turned away."""
     ready = wait_for("server", lambda: federation.state().get("status") == "running", 180, federation)
     assert ready
-    stranger(federation)
+    strangers(federation)
     wait_for("round 1", lambda: len(federation.rounds_done()) >= 2, 300, federation)
+    wait_for("its metrics", lambda: "fedlora_round 1" in pages(federation)["server"], 60, federation)
     federation.kill("site-c")
     server = federation.processes["server"]
     wait_for("the run's end", lambda: server.poll() is not None, 300, federation)
     return federation
 
 
-def stranger(federation: Federation) -> None:
-    """Start a client whose key nobody allowed."""
+def strangers(federation: Federation) -> None:
+    """Start clients that must not come in: an unknown key, another CA, a clock that is an hour late."""
     federation.make_site("site-x", 9)
-    key = ["--key", "site-x/keys/site-x", "--state", "site-x/state"]
-    connection = ["--superlink", f"127.0.0.1:{federation.port}", "--ca", "certs/ca.crt"]
-    place = ["--trainer-socket", "none", "--token", "none"]
-    federation.start("stranger", "client", *connection, *key, *place, "--json")
+    pki.make_ca(federation.root / "other-ca")
+    late = federation.root / "late"
+    late.mkdir()
+    (late / "sitecustomize.py").write_text(SKEWED_CLOCK)
+    for name, ca, path in (
+        ("stranger", "certs", ""),
+        ("other-ca", "other-ca", ""),
+        ("late", "certs", str(late)),
+    ):
+        key = ["--key", "site-x/keys/site-x", "--state", f"site-x/state-{name}"]
+        connection = ["--superlink", f"127.0.0.1:{federation.port}", "--ca", f"{ca}/ca.crt"]
+        place = ["--trainer-socket", "none", "--token", "none"]
+        federation.start(name, "client", *connection, *key, *place, "--json", path=path)
+
+
+def pages(federation: Federation) -> dict[str, str]:
+    """The metrics pages of the server and of site-a's trainer, and whether both are ready."""
+    del federation
+    found = {}
+    for name, address in zip(("server", "trainer"), HEALTH, strict=True):
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            found[name] = answer.read().decode()
+        with urllib.request.urlopen(f"http://{address}/readyz", timeout=10) as answer:
+            found[f"{name} ready"] = answer.read().decode()
+    SEEN.update(found)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +161,15 @@ def test_a_run_survives_a_killed_client(finished: Federation) -> None:
     assert finished.processes["server"].returncode == 0, finished.log("server")[-2000:]
     rounds = {line["round"]: line for line in finished.rounds_done()}
     assert rounds[1]["status"] == "ok"
-    assert rounds[1]["accepted"] == 3
+    assert rounds[1]["accepted"] == 4
     assert rounds[2]["status"] == "ok"
-    assert rounds[2]["accepted"] in {2, 3}
+    assert rounds[2]["accepted"] in {3, 4}
     assert "finished" in finished.log("server")
 
 
 def test_the_other_clients_ledgers_are_right(finished: Federation) -> None:
-    for site in ("site-a", "site-b"):
-        epsilon, rounds = spent(finished, site)
+    for site, client in (("site-a", None), *(("site-b", ward) for ward in WARDS)):
+        epsilon, rounds = spent(finished, site, client)
         assert rounds == [(1, "committed", STEPS), (2, "committed", STEPS)]
         assert epsilon == pytest.approx(true_epsilon(2 * STEPS), rel=0.02)
         assert epsilon >= true_epsilon(2 * STEPS) * (1 - 1e-3)
@@ -133,13 +179,73 @@ def test_h38_an_override_reaches_the_server_and_every_client(finished: Federatio
     written = load_config(finished.run_folder() / "config.yaml")
     assert written.privacy.noise_multiplier == SIGMA
     assert load_config(finished.root / "run.yaml").privacy.noise_multiplier == 1.0
-    for site in ("site-a", "site-b"):
+    for site, client in (("site-a", "site-a"), *(("site-b", ward) for ward in WARDS)):
         secret = load_secret(finished.root / site / "keys" / "ledger.secret")
         with open_ledger(finished.root / site / "ledger.db", secret=secret, read_only=True) as ledger:
-            rows = ledger.rounds(Account(site, "words-2026"))
+            rows = ledger.rounds(Account(client, "words-2026"))
         events = {json.dumps(json.loads(row.event_json), sort_keys=True) for row in rows}
         assert len(events) == 1
         assert '"noise_multiplier": 1.25' in events.pop()
+
+
+def test_an_edge_site_keeps_an_account_for_each_of_its_clients(finished: Federation) -> None:
+    secret = load_secret(finished.root / "site-b" / "keys" / "ledger.secret")
+    with open_ledger(finished.root / "site-b" / "ledger.db", secret=secret, read_only=True) as ledger:
+        accounts = {account.client for account in ledger.accounts()}
+    assert accounts == set(WARDS)
+    entries = [json.loads(line) for line in (finished.root / "site-b" / "audit.jsonl").open()]
+    answered = {(one["client"], one["round"]) for one in entries if one["what"] == "round"}
+    assert answered == {(ward, number) for ward in WARDS for number in (1, 2)}
+
+
+@pytest.mark.parametrize(("name", "reason"), [("other-ca", "not signed by the CA"), ("late", "clock")])
+def test_a_wrong_ca_and_a_wrong_clock_end_in_one_line(finished: Federation, name: str, reason: str) -> None:
+    process = finished.processes[name]
+    wait_for("the refusal", lambda: process.poll() is not None, 120, finished)
+    log = finished.log(name)
+    assert process.returncode == AuthenticationError.exit_code, log
+    lines = [line for line in log.splitlines() if line.startswith("fedlora: ")]
+    assert len(lines) == 1
+    assert reason in lines[0]
+
+
+def test_metrics_and_readiness_are_served_while_it_runs(finished: Federation) -> None:
+    assert finished
+    assert (SEEN["server ready"], SEEN["trainer ready"]) == ("ready\n", "ready\n")
+    assert "fedlora_round_accepted 4.0" in SEEN["server"]
+    assert 'fedlora_rounds_total{status="ok"} 1.0' in SEEN["trainer"]
+    assert 'fedlora_epsilon_spent{client="site-a"}' in SEEN["trainer"]
+
+
+def test_the_trainers_own_work_between_rounds_is_small_and_loads_nothing(finished: Federation) -> None:
+    entries = [json.loads(line) for line in (finished.root / "site-a" / "audit.jsonl").open()]
+    second = next(one for one in entries if one["what"] == "round" and one["round"] == 2)
+    assert second["overhead_cpu_seconds"] < 0.2, second
+
+
+def test_every_client_trained_from_the_servers_adapter(finished: Federation) -> None:
+    lines = {line["round"]: line for line in finished.rounds_done()}
+    for site in ("site-a", "site-b"):
+        entries = [json.loads(line) for line in (finished.root / site / "audit.jsonl").open()]
+        for one in (one for one in entries if one["what"] == "round"):
+            assert one["adapter"] == lines[one["round"] - 1]["adapter"]
+
+
+def test_the_server_says_in_the_run_folder_what_happened(finished: Federation) -> None:
+    log = (finished.run_folder() / "server.log").read_text()
+    assert "Traceback" not in log
+    shown = finished.start("status", "status", "server-state", "--json")
+    assert shown.wait(60) == 0
+    record = json.loads(finished.log("status").splitlines()[-1])
+    assert record["roles"][0]["status"] == "finished"
+
+
+def test_clients_stop_gracefully(finished: Federation) -> None:
+    process = finished.processes["site-a"]
+    process.terminate()
+    assert process.wait(60) == 0, finished.log("site-a")
+    audit = [json.loads(line)["what"] for line in (finished.root / "site-a" / "audit.jsonl").open()]
+    assert audit[-1] == "trainer stopped"
 
 
 def test_h13_the_killed_clients_spend_is_never_below_the_truth(finished: Federation) -> None:

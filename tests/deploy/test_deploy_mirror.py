@@ -340,3 +340,13 @@ def test_the_sites_anchor_can_lie_elsewhere(world: World) -> None:
     folder = world.root / "site-a"
     assert (folder / "elsewhere" / "ledger.anchor").is_file()
     assert not (folder / "ledger.db.anchor").exists()
+
+
+def test_the_records_fingerprint_is_kept_and_a_renamed_data_set_is_seen(world: World) -> None:
+    world.run("one", rounds=1)
+    file = world.root / "site-a" / "site.yaml"
+    file.write_text(file.read_text().replace("name: words-2026", "name: words-again"))
+    write_rows(world.root / "site-b" / "records.jsonl", 50, 77)
+    world.run("two", rounds=1)
+    assert any("charged as site-a/words-again too" in text for text in world.spent("site-a").conditions)
+    assert any("records changed" in text for text in world.spent("site-b").conditions)

@@ -40,8 +40,7 @@ def test_the_run_ends_with_every_round_once(story: Story) -> None:
 
 
 def test_another_version_is_left_out_and_another_base_model_refuses_by_name(story: Story) -> None:
-    log = (story.made.root / "server-state" / "superlink.log").read_text(errors="replace")
-    assert "runs fedlora 0.0.9" in log
+    assert "runs fedlora 0.0.9" in story.server_log()
     first = next(entry for entry in story.audit("site-b") if entry["round"] == 1)
     assert first["status"] == "failed"
     assert first["error"]["error"] == "LayoutMismatchError"
