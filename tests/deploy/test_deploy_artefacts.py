@@ -58,7 +58,9 @@ def test_the_relays_image_has_no_torch() -> None:
     installs = [line for line in text.splitlines() if "pip install" in line or '"flwr' in line]
     assert not any("torch" in line for line in installs)
     code = (
-        "import sys, client.app, fedlora.cli.client; print([m for m in ('torch', 'ray') if m in sys.modules])"
+        "import sys, client.app, fedlora.cli.client, fedlora.cli.status, fedlora.training.service; "
+        "more = ('torch', 'ray', 'pydantic', 'omegaconf', 'sqlalchemy', 'scipy', 'transformers', 'dp_accounting'); "
+        "print([name for name in more if name in sys.modules])"
     )
     done = run(sys.executable, "-c", code, cwd=ROOT)
     assert done.stdout.strip().endswith("[]"), done.stderr
@@ -83,8 +85,9 @@ def test_compose_separates_trainers_from_relays() -> None:
         for other in (1, 2, 3):
             if other != number:
                 theirs = mounts(services[f"trainer-{other}"]) | mounts(services[f"client-{other}"])
-                assert not (mounts(trainer) | mounts(client)) & theirs
+                assert (mounts(trainer) | mounts(client)) & theirs <= {"./federation/models"}
     for service in services.values():
+        assert "./federation/models:/models" not in service["volumes"]  # read-only wherever it is mounted
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert "no-new-privileges:true" in service["security_opt"]
