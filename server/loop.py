@@ -15,14 +15,18 @@ from flwr.serverapp import Grid
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import AggregationError, BudgetExceededError, TooFewRepliesError
+from fedlora.report.diagnostics import RoundDiagnostics
+from fedlora.report.trackers import Trackers
 from fedlora.simulation.settings import RoundRecord, ServerSettings
 from fedlora.training.requests import ClientReply
 from fedlora.wire.fingerprint import payload_fingerprint
-from fedlora.wire.layout import payload_bytes
+from fedlora.wire.payload import AdapterPayload
 from server.checkpoint import Checkpoint, load_newest, save
 from server.evaluation import PublicEvaluator
-from server.folder import RunFolder
+from server.folder import RunFolder, plain
 from server.mirror import LedgerMirror
+from server.receipts import ReceiptDesk
+from server.stopping import EarlyStopping
 from strategies.fedlora_strategy import FedLoraStrategy
 
 _LOG = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ class LoopState:
     round: int = 0
     empty_rounds: int = 0
     metrics: Mapping[str, float] | None = None
+    status: str = "failed"
     seconds: dict[str, float] = field(default_factory=dict)
 
     def memory(self) -> dict[str, Any]:
@@ -47,9 +52,9 @@ class LoopState:
 class Answers:
     """Sees every client's answer: counts it in the mirror and remembers who is out of budget."""
 
-    def __init__(self, mirror: LedgerMirror) -> None:
-        """Start with an empty round."""
-        self.mirror = mirror
+    def __init__(self, mirror: LedgerMirror, receipts: ReceiptDesk | None = None) -> None:
+        """Start with an empty round; `receipts` takes signed ones (deployments)."""
+        self.mirror, self.receipts = mirror, receipts
         self.out_of_budget: set[str] = set()
 
     def start_round(self) -> None:
@@ -60,6 +65,8 @@ class Answers:
     def note(self, reply: ClientReply) -> None:
         """Take one client's answer in, used or not."""
         self.mirror.note(reply)
+        if self.receipts is not None:
+            self.receipts.note(reply)
         error = (reply.error or {}).get("error")
         if reply.status == "refused" and error == BudgetExceededError.__name__:
             self.out_of_budget.add(reply.client)
@@ -77,6 +84,8 @@ class RoundLoop:
         folder: run folder.
         before_round: called with the round number before clients are asked (fresh projections, rosters).
         epsilon: returns the largest epsilon that binds so far, or None without privacy.
+        diagnostics: computes a round's public diagnostics; none without it.
+        trackers: experiment trackers that see every published round.
     """
 
     def __init__(
@@ -89,8 +98,11 @@ class RoundLoop:
         folder: RunFolder,
         before_round: Callable[[int], None],
         epsilon: Callable[[], float | None],
+        diagnostics: RoundDiagnostics | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """Bind the parts."""
+        self._diagnostics, self._trackers = diagnostics, trackers
         self._settings, self._grid, self._strategy = settings, grid, strategy
         self._evaluator, self._answers, self._folder = evaluator, answers, folder
         self._before_round, self.epsilon = before_round, epsilon
@@ -99,6 +111,7 @@ class RoundLoop:
         self._checkpoints: Path = folder.path / "checkpoints"
         self.state = LoopState()
         self._stop_early = False
+        self._stopping = EarlyStopping.of(settings.config)
 
     def resume(self) -> None:
         """Go on from the newest usable checkpoint; a run that never completed a round starts at the first.
@@ -114,6 +127,7 @@ class RoundLoop:
         self.state.round = found.round
         self.state.empty_rounds = int(found.memory["loop"]["empty_rounds"])
         self.state.metrics = found.memory["loop"]["metrics"]
+        self._stopping.restore(found.memory["loop"].get("stopping", {}))
         self._folder.keep_rounds_up_to(found.round)
         _LOG.info("resumed after round %d", found.round)
 
@@ -126,6 +140,10 @@ class RoundLoop:
         Raises:
             TooFewRepliesError: after several rounds in a row without enough replies.
         """
+        self.state.status = self._all_rounds()
+        return self.state.status
+
+    def _all_rounds(self) -> str:
         last = self._config.federation.rounds
         if self.state.round == 0:
             self._note_start()
@@ -141,6 +159,7 @@ class RoundLoop:
     def _note_start(self) -> None:
         started = time.perf_counter()
         metrics = self._evaluator.evaluate(self._strategy.payload)
+        self._stopping.check(metrics)
         seconds = {"evaluate": time.perf_counter() - started}
         adapter = payload_fingerprint(self._strategy.payload)
         self._publish(RoundRecord(0, "initial", metrics=metrics, seconds=seconds, adapter=adapter))
@@ -150,8 +169,8 @@ class RoundLoop:
         started = time.perf_counter()
         self._answers.start_round()
         self._before_round(number)
-        sent_bytes = payload_bytes(self._strategy.payload)
         messages = self._strategy.configure_train(number, ArrayRecord(), ConfigRecord(), self._grid)
+        sent = self._strategy.payload
         configured = time.perf_counter()
         timeout = self._config.federation.round_timeout_seconds
         replies = list(self._grid.send_and_receive(messages, timeout=timeout))
@@ -165,6 +184,7 @@ class RoundLoop:
         metrics = None
         if problem is None and self._evaluator.due(number, last):
             metrics = self.state.metrics = self._evaluator.evaluate(self._strategy.payload)
+            self._stop_early = metrics is not None and self._stopping.over(metrics)
         evaluated = time.perf_counter()
         self.state.round = number
         self.state.empty_rounds = 0 if problem is None else self.state.empty_rounds + 1
@@ -176,7 +196,7 @@ class RoundLoop:
             "evaluate": evaluated - aggregated,
             "checkpoint": time.perf_counter() - evaluated,
         }
-        self._publish(self._record(number, problem, metrics, seconds, sent_bytes))
+        self._publish(self._record(number, problem, metrics, seconds, sent))
         return problem is None or self._may_go_on(number, problem)
 
     def _may_go_on(self, number: int, problem: AggregationError) -> bool:
@@ -197,7 +217,8 @@ class RoundLoop:
         return True
 
     def _save(self, number: int) -> None:
-        memory = {"mirror": self._answers.mirror.memory(), "loop": self.state.memory()}
+        loop = {**self.state.memory(), "stopping": self._stopping.memory()}
+        memory = {"mirror": self._answers.mirror.memory(), "loop": loop}
         state = self._strategy.state()
         save(self._checkpoints, Checkpoint(number, self._hash, self._strategy.payload, state, memory))
 
@@ -207,7 +228,7 @@ class RoundLoop:
         problem: AggregationError | None,
         metrics: Mapping[str, float] | None,
         seconds: Mapping[str, float],
-        sent_bytes: int,
+        sent: AdapterPayload,
     ) -> RoundRecord:
         record = self._strategy.rounds[-1]
         result = record.result
@@ -224,11 +245,20 @@ class RoundLoop:
             metrics=metrics,
             seconds=seconds,
             bytes_up=record.wire_bytes_up,
-            bytes_down=sent_bytes * len({*record.asked}),
+            bytes_down=record.wire_bytes_down,
             adapter=payload_fingerprint(self._strategy.payload),
+            epsilon_by_client=dict(record.epsilon),
+            diagnostics={} if problem is not None else self._diagnose(sent, len(record.accepted)),
         )
+
+    def _diagnose(self, sent: AdapterPayload, accepted: int) -> Mapping[str, float]:
+        if self._diagnostics is None:
+            return {}
+        return self._diagnostics.of(sent, self._strategy.payload, accepted, self._strategy.aggregator.state())
 
     def _publish(self, record: RoundRecord) -> None:
         self._folder.append(record)
+        if self._trackers is not None:
+            self._trackers.note(plain(record))
         if self._settings.progress is not None and self._settings.progress(record) is True:
             self._stop_early = True

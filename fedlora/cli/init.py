@@ -60,18 +60,20 @@ privacy:
   target_epsilon: 8.0     # or noise_multiplier; the other one is derived and shown
   target_delta: 1.0e-3
   max_grad_norm: 1.0
+  group_weights: {head: 1.0, adapters: 1.0}   # public weights of head and adapters in the clipping norm
   budget: {epsilon: 8.0, delta: 1.0e-3, on_exhausted: refuse}   # over all runs on this data set
   noise_source: os
 training:
-  expected_batch_size: 16 # public; the sampling rate is expected_batch_size / nominal_records
+  expected_batch_size: 25 # public; the sampling rate is expected_batch_size / nominal_records
   nominal_records: 100    # public, about what a client has; never the exact private count
   steps_per_round: 1
-  optimizer: {kind: adam, lr: 3.0e-3}
+  optimizer: {kind: sgd, lr: 1.0}   # clients send plain noised steps; moments live at the server
 federation:
-  rounds: 20
+  rounds: 30
   clients_per_round: all
   min_replies: 2
   aggregation: {kind: mean_b}
+  server_optimizer: {kind: adam, lr: 2.0e-3, beta1: 0.9, beta2: 0.99, eps: 1.0e-8}
 deployment: {superlink: "127.0.0.1:8000"}
 """
 

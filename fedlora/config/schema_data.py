@@ -135,6 +135,14 @@ Partition = Annotated[
 ]
 
 
+class EarlyStoppingConfig(Section):
+    """End the run once a public metric has not gained more than `min_gain` for `patience` evaluations."""
+
+    metric: str = Field(min_length=1)
+    patience: Count
+    min_gain: float = Field(default=0.0, ge=0)
+
+
 class PublicEvalConfig(Section):
     """Public evaluation records: another split, other files, or a fraction held out before partitioning."""
 
@@ -145,6 +153,7 @@ class PublicEvalConfig(Section):
     every_rounds: Count = 5
     answers: Literal["number", "exact"] | None = None
     max_new_tokens: Count = 128
+    early_stopping: EarlyStoppingConfig | None = None
 
 
 class DataConfig(Section):

@@ -88,7 +88,7 @@ def test_weights_other_than_the_fingerprint_names_are_refused(folder: Path) -> N
     assert load_base(model_config(**pinned)).fingerprint == right
     assert load_base(model_config(**pinned, num_labels=7)).fingerprint == right
     for other in ({"fingerprint": "0" * 64}, {"dtype": "bfloat16"}):
-        with pytest.raises(ModelError, match="not model.fingerprint .*other weights or another dtype"):
+        with pytest.raises(ModelError, match=r"not model\.fingerprint .*other weights or another dtype"):
             load_base(model_config(**(pinned | other)))
     for malformed in (right[:16], right.upper(), ""):
         with pytest.raises(ValueError, match="fingerprint"):
