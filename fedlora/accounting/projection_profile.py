@@ -3,9 +3,10 @@
 Given the projections the mechanism is a (sampled) Gaussian with squared distance mu = sum w kappa^2 X. At a threshold
 e^eps its hockey-stick divergence is f(mu), convex up to mu_0 = 2 sqrt(1 + eps^2) - 2 and concave beyond, so that
 max(f, tangent at m), m >= mu_0, is a convex, non-decreasing majorant of f. By convexity the worst difference puts all
-its weight on one direction of one group (of every group, if each has its own clip: then mu is a sum), and the Beta variable may be replaced by a discrete one above it in convex
-order (chords over bins). The resulting curve bounds the divergence of both neighbours at every threshold; its convex
-hull on a grid is the curve of a discrete distribution, which composes.
+its weight on one direction of one group (of every group, if each has its own clip: then mu is a sum), and the Beta
+variable may be replaced by a discrete one above it in convex order (chords over bins). The resulting curve bounds the
+divergence of both neighbours at every threshold; its convex hull on a grid is the curve of a discrete distribution,
+which composes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from fedlora.accounting.reports import Adjacency
 
 _NODES = 48
 _LARGEST_GRID = 40_000
+_STEPS = 1000.0
+_PASSES = 3
 
 
 def _nodes(group: ProjectionGroup, gain: float) -> tuple[FloatArray, FloatArray]:
@@ -68,7 +71,7 @@ def _sum(
     share = np.clip((points - grid[left]) / (grid[left + 1] - grid[left]), 0.0, 1.0)
     moved = np.bincount(left, weights * (1.0 - share), grid.size)
     moved += np.bincount(left + 1, weights * share, grid.size)
-    return grid, moved * (1.0 + 1e-12)
+    return grid, np.asarray(moved * (1.0 + 1e-12), dtype=np.float64)
 
 
 def _laws(event: NoisyProjectionEvent, gain: float) -> list[tuple[FloatArray, FloatArray]]:
@@ -263,7 +266,19 @@ def epsilon(
     """
     if delta < pld.SMALLEST_DELTA or not applies(parts):
         return None
-    found = _settled(parts, adjacency, rough, coarse)
+    best = math.inf
+    for _ in range(_PASSES):
+        guess = min(rough, best)
+        value = _read(_settled(parts, adjacency, guess, coarse), delta)
+        if value is None:
+            break
+        best = min(best, value)
+        if not _interval(best, coarse) < _interval(guess, coarse):
+            break
+    return None if math.isinf(best) else best
+
+
+def _read(found: tuple[Any, float] | None, delta: float) -> float | None:
     if found is None:
         return None
     total, rounding = found
@@ -289,10 +304,14 @@ def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: floa
     return None if math.isnan(value) else min(1.0, max(0.0, value) + pld.SMALLEST_DELTA)
 
 
+def _interval(guess: float, coarse: float) -> float:
+    """Discretisation for an answer of about `guess`."""
+    return pld.nice(min(2.0e-3, max(1.0e-5, min(guess, 1.0e4) / _STEPS)) * coarse)
+
+
 def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float) -> tuple[Any, float] | None:
     """The composed distribution on the first grid that fits, with its rounding margin."""
-    guess = min(rough, 1.0e4)
-    interval = pld.nice(min(2.0e-3, max(1.0e-5, guess / 1000.0)) * coarse)
+    interval = _interval(rough, coarse)
     for _ in range(8):
         composed = _compose(parts, interval, adjacency)
         if composed is not None:

@@ -11,7 +11,7 @@ import functools
 import math
 
 import numpy as np
-from scipy.special import gammaln, gammasgn, log_ndtr, logsumexp
+from scipy.special import gammaln, gammasgn, log_ndtr
 
 from fedlora.accounting import hypergeometric as hyper
 from fedlora.accounting.conditional import PaveEvent, SketchEvent
@@ -66,17 +66,40 @@ def poisson_moment(order: int, rate: float, log_factors: FloatArray) -> float:
       rate: q in (0, 1].
       log_factors: (>= a + 1,), log F_k for k = 0, 1, ...; F_0 = F_1 = 1.
     """
+    return float(poisson_moments(np.array([float(order)]), rate, log_factors)[0])
+
+
+def poisson_moments(orders: FloatArray, rate: float, log_factors: FloatArray) -> FloatArray:
+    """Return `poisson_moment` at several integer orders.
+
+    Args:
+      orders: integers >= 2.
+      rate: q in (0, 1].
+      log_factors: (>= largest order + 1,), as in `poisson_moment`.
+    """
+    whole = orders.astype(np.int64)
     if rate == 1.0:
-        return float(log_factors[order])
-    k = np.arange(2, order + 1, dtype=np.float64)
-    weights = gammaln(order + 1.0) - gammaln(k + 1.0) - gammaln(order - k + 1.0)
-    weights = weights + k * math.log(rate) + (order - k) * math.log1p(-rate)
-    factors = log_factors[2 : order + 1]
+        return np.asarray(log_factors[whole])
+    last = int(whole.max())
+    k = np.arange(last + 1, dtype=np.float64)
+    factorial, factors = _log_factorials(last + 1), log_factors[: last + 1]
     with np.errstate(divide="ignore"):
         excess = np.where(factors > 30.0, factors, np.log(np.expm1(np.minimum(factors, 30.0))))
-    total = float(logsumexp(weights + excess))
-    margin = 1.0e-12 * (1.0 + order**0.5)
-    return float((total if total > 40.0 else math.log1p(math.exp(total))) * (1.0 + margin))
+    tilted = excess + k * (math.log(rate) - math.log1p(-rate)) - factorial[: last + 1]
+    totals = np.empty(whole.size)
+    for index, a in enumerate(whole.tolist()):
+        terms = tilted[2 : a + 1] - factorial[a - 2 :: -1]
+        peak = float(terms.max())
+        total = peak + math.log(float(np.exp(terms - peak).sum())) if peak > -math.inf else -math.inf
+        total += float(factorial[a]) + a * math.log1p(-rate)
+        totals[index] = total if total > 40.0 else math.log1p(math.exp(total))
+    return totals * (1.0 + 1.0e-12 * (1.0 + orders**0.5))
+
+
+@functools.lru_cache(maxsize=4)
+def _log_factorials(size: int) -> FloatArray:
+    """Log n! for n = 0..size-1 (at least the table for all orders in use)."""
+    return np.asarray(gammaln(np.arange(max(size, _MAX_INTEGER_ORDER + 3), dtype=np.float64) + 1.0))
 
 
 def _interpolate(orders: FloatArray, whole: FloatArray, moments: FloatArray) -> FloatArray:
@@ -145,7 +168,7 @@ def projection_moment(event: NoisyProjectionEvent, orders: FloatArray, adjacency
     last = min(_last_order(event, gain), _next_whole(orders))
     whole = _whole_orders(last)
     factors = _factors(event, gain, last)
-    moments = np.array([poisson_moment(int(a), rate, factors) for a in whole])
+    moments = poisson_moments(whole, rate, factors)
     return _interpolate(orders, whole, moments)
 
 
@@ -189,7 +212,7 @@ def sampled_gaussian_moment(
     k = np.arange(last + 1, dtype=np.float64)
     factors = k * (k - 1.0) / 2.0 * gain
     whole = _whole_orders(last)
-    moments = np.array([poisson_moment(int(a), event.sample_rate, factors) for a in whole])
+    moments = poisson_moments(whole, event.sample_rate, factors)
     values = _interpolate(orders, whole, moments)
     sigma = 1.0 / math.sqrt(gain)
     for index in np.flatnonzero((orders != np.round(orders)) & (orders < 33.0)):

@@ -107,7 +107,8 @@ def test_replaced_and_sampled_records_pay_for_two_rare_sets() -> None:
     event = acct.NoisyProjectionEvent.single(768, 8, 1.0, 0.01)
     one, two = (truncation.gaussians(((event, 10),), 1e-6, relation)[0][0] for relation in (ADD, REPLACE))
     halved = truncation.gaussians(((event, 10),), 0.5e-6, ADD)[0][0]
-    assert isinstance(one, acct.PoissonGaussianEvent) and isinstance(two, acct.PoissonGaussianEvent)
+    assert isinstance(one, acct.PoissonGaussianEvent)
+    assert isinstance(two, acct.PoissonGaussianEvent)
     assert isinstance(halved, acct.PoissonGaussianEvent)
     assert two.noise_multiplier == pytest.approx(halved.noise_multiplier, rel=1e-12)
     assert two.noise_multiplier < one.noise_multiplier

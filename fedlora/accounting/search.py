@@ -1,0 +1,207 @@
+"""Searches for the last value at which a bound meets a target, with few evaluations of the costly bound.
+
+Every search returns a value at which the target was seen to be met; guides only say where to look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Unreachable(Exception):
+    """The target is not met at the largest value allowed."""
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Values on both sides of the root with their epsilons; `high` is the private side."""
+
+    low: float
+    low_value: float
+    high: float
+    value: float
+
+
+def smallest(
+    full: Callable[[float], float],
+    rough: Callable[[float], float],
+    guides: tuple[Callable[[float], float], ...],
+    target: float,
+    width: float,
+    limits: tuple[float, float],
+) -> float:
+    """Return (nearly) the smallest x at which `full`, which falls with x, was seen to meet the target.
+
+    Cheap guides (the Renyi bound, a lower bound, coarse grids) say where to look; the root is checked in full.
+
+    Raises:
+      Unreachable: if the target is not met at the upper limit.
+    """
+    for guide in guides:
+        try:
+            start = _narrow(guide, target, _bracket(guide, target, limits), 20.0 * width).high
+        except Unreachable:
+            continue
+        near = _by_secants(rough, guide, target, start, width, limits)
+        found = _by_secants(full, rough, target, near or start, width, limits)
+        if found is not None:
+            return found
+    bracket = _narrow(full, target, _bracket(full, target, limits), 20.0 * width)
+    return _narrow(full, target, _private_start(full, target, bracket, width, limits), width).high
+
+
+def _by_secants(
+    full: Callable[[float], float],
+    guide: Callable[[float], float],
+    target: float,
+    start: float,
+    width: float,
+    limits: tuple[float, float],
+) -> float | None:
+    """Secants of the full bound in log-log, the first one with the guide's slope; None if they do not settle."""
+    x, low, points = start, 0.0, dict[float, float]()
+    for _ in range(9):
+        value = full(x)
+        if not 0.0 < value < math.inf:
+            return None
+        points[math.log(x)] = math.log(value / target)
+        slope = _slope(points, guide, x)
+        if slope is None:
+            return None
+        root = x * math.exp(max(-3.0, min(3.0, -math.log(value / target) / slope)))
+        if value > target:
+            low = max(low, x)
+        elif x <= max(root, low) * (1.0 + width):
+            return x
+        x = min(max(root * (1.0 + 0.3 * width), low * (1.0 + 0.3 * width), limits[0]), limits[1])
+    return None
+
+
+def _slope(points: dict[float, float], guide: Callable[[float], float], x: float) -> float | None:
+    """Return d log epsilon / d log x (negative) from the two points nearest to the root, or from the guide."""
+    near = sorted(points.items(), key=lambda point: abs(point[1]))[:2]
+    if len(near) == 2 and near[0][0] != near[1][0]:
+        slope = (near[0][1] - near[1][1]) / (near[0][0] - near[1][0])
+    else:
+        here, there = guide(x), guide(x * 1.02)
+        if not 0.0 < there < here < math.inf:
+            return None
+        slope = math.log(there / here) / math.log(1.02)
+    return slope if slope < -1e-3 else None
+
+
+def _bracket(
+    function: Callable[[float], float], target: float, limits: tuple[float, float], start: float = 1.0
+) -> Bracket:
+    """Bracket the root by growing factors, from a point inside the limits."""
+    low = high = start
+    low_value = value = function(start)
+    factor = 2.0 if start == 1.0 else 1.02
+    while not value <= target:
+        if high >= limits[1]:
+            raise Unreachable
+        low, low_value = high, value
+        high, factor = min(high * factor, limits[1]), min(factor * factor, 4.0)
+        value = function(high)
+    while low_value <= target and low > limits[0]:
+        high, value = low, low_value
+        low, factor = max(low / factor, limits[0]), min(factor * factor, 4.0)
+        low_value = function(low)
+    return Bracket(low, low_value, high, value)
+
+
+def _private_start(
+    full: Callable[[float], float],
+    target: float,
+    cheap: Bracket,
+    width: float,
+    limits: tuple[float, float],
+) -> Bracket:
+    """Bracket the root of the full bound, starting from the cheap bound's private end."""
+    high, value = cheap.high, full(cheap.high)
+    while not value <= target:  # another tool than the cheap one was asked for
+        if high >= limits[1]:
+            raise Unreachable
+        high = min(high * 1.5, limits[1])
+        value = full(high)
+    slope = 1.0
+    if cheap.low < cheap.high and cheap.value < cheap.low_value < math.inf and cheap.value > 0.0:
+        slope = math.log(cheap.low_value / cheap.value) / math.log(cheap.high / cheap.low)
+    step = 5.0 * width
+    while True:
+        share = min(1.0, value / target) if value > 0.0 else 0.5
+        low = max(high * 0.2, high * share ** (1.0 / min(max(slope, 0.5), 4.0))) / (1.0 + step)
+        low = max(low, limits[0])
+        low_value = full(low)
+        if low_value > target or low <= limits[0]:
+            return Bracket(low, low_value, high, value)
+        high, value, step = low, low_value, 4.0 * step
+
+
+def _narrow(full: Callable[[float], float], target: float, bracket: Bracket, width: float) -> Bracket:
+    """Narrow a bracket to a relative width by safeguarded secant steps in log-log."""
+    for turn in range(80):
+        if bracket.high / bracket.low <= 1.0 + width or not bracket.low_value > target:
+            break
+        middle = _between(bracket, target, turn, width)
+        got = full(middle)
+        if got <= target:
+            bracket = Bracket(bracket.low, bracket.low_value, middle, got)
+        else:
+            bracket = Bracket(middle, got, bracket.high, bracket.value)
+    return bracket
+
+
+def _between(x: Bracket, target: float, turn: int, width: float) -> float:
+    a, b = math.log(x.low), math.log(x.high)
+    if not 0.0 < x.value < x.low_value < math.inf or turn % 4 == 3:
+        return math.exp(0.5 * (a + b))
+    share = (math.log(x.low_value) - math.log(target)) / (math.log(x.low_value) - math.log(x.value))
+    root = a + share * (b - a)
+    # first just to the private side of the estimate, then just to the other one: two hits close the bracket
+    point = root - 0.4 * width if b - root <= 0.6 * width else root + 0.4 * width
+    return math.exp(min(b - 0.02 * (b - a), max(a + 0.02 * (b - a), point)))
+
+
+def largest_count(
+    full: Callable[[int], float], cheap: Callable[[int], float], target: float, limit: int
+) -> int:
+    """The largest count found at which the full bound was seen to meet the target; the next one was seen not to.
+
+    The cheap bound, scaled by the ratio of the two at the last point, says where to look next.
+    """
+    good, bad = 0, limit + 1
+    count, turn = _by_doubling(lambda n: cheap(n) <= target, 0, limit + 1), 0
+    count = max(1, count)
+    while True:
+        value = full(count)
+        good, bad = (max(good, count), bad) if value <= target else (good, min(bad, count))
+        if bad - good <= 1:
+            return good
+        rough = cheap(count)
+        scale = value / rough if 0.0 < value < math.inf and 0.0 < rough < math.inf else 1.0
+        level = target / scale
+        guess = _by_doubling(lambda n, most=level: cheap(n) <= most, good, bad)  # type: ignore[misc]
+        turn += 1
+        if turn % 3 == 0 and turn > 3:
+            guess = (good + bad) // 2 if bad <= limit else 2 * max(good, 1)
+        elif guess <= good:
+            guess = good + 1
+        count = min(max(guess, good + 1), bad - 1)
+
+
+def _by_doubling(fits: Callable[[int], bool], good: int, bad: int) -> int:
+    """The largest count in [good, bad) that fits, taking `good` as fitting and counts as monotone."""
+    step = 1
+    while good + step < bad and fits(good + step):
+        good, step = good + step, 2 * step
+    high = min(bad, good + step)
+    while high - good > 1:
+        middle = (good + high) // 2
+        good, high = (middle, high) if fits(middle) else (good, middle)
+    return good
+
+
+__all__ = ["Unreachable", "largest_count", "smallest"]
