@@ -251,10 +251,18 @@ class TrainerService:
             self._answer(stream, failure_packet(error))
             return False
         answer = self._port.exchange(packet)
-        if self._on_packet is not None:
-            self._on_packet(packet, answer, Took(time.monotonic() - started, time.thread_time() - busy))
+        self._note(packet, answer, Took(time.monotonic() - started, time.thread_time() - busy))
         self._answer(stream, answer)
         return True
+
+    def _note(self, packet: Packet, answer: Packet, took: Took) -> None:
+        """Tell metrics and audit; what is charged already is answered even if they cannot be written."""
+        if self._on_packet is None:
+            return
+        try:
+            self._on_packet(packet, answer, took)
+        except Exception as error:
+            _LOG.error("trainer socket: a request could not be audited (%s)", type(error).__name__)
 
     def _answer(self, stream: socket.socket, packet: Packet) -> None:
         try:

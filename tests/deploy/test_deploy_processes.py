@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from fedlora.cli.processes import (
     port_is_free,
     script,
 )
+from fedlora.cli.serving import ServerRole
 from fedlora.cli.serving_files import ended_with, last_line, read_json
 from fedlora.cli.state import AuditLog, StateFile, read_state
 from fedlora.errors import BudgetExceededError, ConfigError, DeploymentError
@@ -145,3 +147,48 @@ def test_an_error_of_the_servers_process_keeps_its_exit_code() -> None:
     error = ended_with(BudgetExceededError, "all clients refused")
     assert (error.exit_code, str(error)) == (25, "all clients refused")
     assert ended_with(ConfigError, "x").exit_code == 10
+
+
+def test_what_a_killed_process_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time;"
+        "made = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True);"
+        "print(made.pid, flush=True); time.sleep(600)"
+    )
+    lines: list[str] = []
+    made = child(tmp_path, code, lines)
+    deadline = time.monotonic() + 30
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.05)
+    orphan = int(lines[0])
+    assert made.poll() is None
+    os.kill(made.pid or 0, 9)
+    assert made.wait(10) == -9
+    assert Path(f"/proc/{orphan}").exists()
+    made.stop(seconds=1.0)
+    assert not Path(f"/proc/{orphan}").exists() or "Z" in Path(f"/proc/{orphan}/stat").read_text().split()[2]
+
+
+class Role(ServerRole):
+    """A server's role whose SuperLink has died once."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self._child = SimpleNamespace(poll=lambda: -9)  # type: ignore[assignment]
+        self._state = SimpleNamespace(update=lambda **fields: self.started.append(f"state {fields}"))  # type: ignore[assignment]
+
+    def _again(self, why: str) -> None:
+        self.started.append(why)
+
+    def _start_superlink(self) -> None:
+        self.started.append("superlink")
+        self._child = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+
+    def _sync_keys(self) -> None:
+        raise DeploymentError("no answer")
+
+
+def test_a_server_that_stays_starts_a_dead_superlink_again() -> None:
+    role, waits = Role(), iter([False, False, True])
+    role._stay(SimpleNamespace(wait=lambda seconds: next(waits)), "finished")  # type: ignore[arg-type]
+    assert role.started[1:3] == ["SuperLink ended", "superlink"]

@@ -211,3 +211,14 @@ def test_one_request_costs_little(place: Path) -> None:
     service.stop()
     assert (time.monotonic() - began) / 5 < 0.2
     assert len(encode_packet(packet)) > 1_000_000
+
+
+def test_an_answer_leaves_although_it_cannot_be_audited(place: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    token = ensure_token(place / "token")
+    service = TrainerService(Echo(), place / "s", token, on_packet=full)
+    service.start()
+    assert client(place).exchange(Packet({"op": "round"})).header == {"op": "round"}
+    service.stop()
