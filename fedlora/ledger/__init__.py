@@ -8,6 +8,7 @@ from fedlora.ledger.fingerprints import (
     RecordSketch,
     find_overlaps,
     fingerprint_records,
+    record_bytes,
     sketch_records,
 )
 from fedlora.ledger.keyfile import load_or_create_secret, load_secret
@@ -53,5 +54,6 @@ __all__ = [
     "open_ledger",
     "person_event",
     "person_key",
+    "record_bytes",
     "sketch_records",
 ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import hmac
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from fedlora.errors import LedgerError
 from fedlora.ledger import chain
@@ -21,6 +22,16 @@ SKETCH_SIZE: Final = 4096
 
 def _hash_512(key: bytes, row: bytes) -> int:
     return int.from_bytes(hmac.digest(key, row, "sha512"), "big")
+
+
+def record_bytes(record: Mapping[str, Any]) -> bytes:
+    """Return a record's canonical bytes: JSON with sorted keys; images and other arrays by their bytes (SENSITIVE)."""
+    return json.dumps(record, sort_keys=True, ensure_ascii=False, default=_text_of).encode()
+
+
+def _text_of(value: Any) -> str:
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    return data.hex() if isinstance(data, bytes | bytearray) else repr(data)
 
 
 def fingerprint_records(rows: Iterable[bytes], secret: bytes) -> str:

@@ -27,6 +27,7 @@ from fedlora.errors import LedgerError, LedgerIntegrityError
 from fedlora.ledger import chain
 from fedlora.ledger.anchor import Anchor
 from fedlora.ledger.chain import Entry
+from fedlora.ledger.heads import check_known_head
 from fedlora.ledger.journal import Journal
 from fedlora.ledger.planning import Projection, project
 from fedlora.ledger.projection import Projector
@@ -39,7 +40,7 @@ from fedlora.ledger.reports import (
     verify_report,
     worst_accounts,
 )
-from fedlora.ledger.reserving import Reserver, amend
+from fedlora.ledger.reserving import Reserver, amend, known_fingerprint, note_fingerprint
 from fedlora.ledger.settling import CommitItem, Settler, as_commit_request
 from fedlora.ledger.state import LedgerState
 from fedlora.ledger.store import Store, is_url
@@ -177,6 +178,16 @@ class Ledger:
         with self._journal.transaction() as draft:
             amend(draft, account, budget, reason)
 
+    def note_fingerprint(self, account: Account, fingerprint: str) -> None:
+        """Record the fingerprint of an account's records (evidence only; what was spent stays spent).
+
+        Raises:
+            LedgerError: if it is not what `fingerprint_records` returns, or nothing could be written.
+        """
+        if known_fingerprint(self._journal.refresh(), account) != fingerprint:
+            with self._journal.transaction() as draft:
+                note_fingerprint(draft, account, fingerprint)
+
     def report(
         self, account: Account, delta: float | None = None, *, with_rounds: bool = True
     ) -> LedgerReport:
@@ -266,18 +277,7 @@ class Ledger:
         Raises:
             LedgerIntegrityError: if this ledger is older than the head or another branch.
         """
-        seq, mac = chain.decode_head(head)
-        with self._journal.store.read() as connection:
-            self._journal.sync(connection)
-            found = self._journal.link_at(connection, seq)
-        if found != mac:
-            what = (
-                "does not reach it: an older copy was put back" if found is None else "went another way there"
-            )
-            raise LedgerIntegrityError(
-                f"ledger {self._journal.store.location}: a head known elsewhere is at entry {seq}, but this ledger "
-                f"{what}; restore the newest ledger (the difference counts as spent)"
-            )
+        check_known_head(self._journal, head)
 
     def entries(self) -> Iterator[tuple[Entry, Account | None, str]]:
         """Yield every entry with its account and its event's JSON, in order, for exports."""

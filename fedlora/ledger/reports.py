@@ -26,6 +26,8 @@ ADVERSARY: Final = {
 }
 POISSON: Final = "Poisson: each record joins each step independently with the public sample rate"
 NO_SAMPLING: Final = "none: every record may take part in every step"
+POISSON_CLIENTS: Final = "Poisson: each client joins each round independently with the public rate"
+NO_CLIENT_SAMPLING: Final = "none: every client may take part in every round"
 UNIT_NOTES: Final = {
     "record": "the guarantee is per record, not per person",
     "person": "contributions are bounded per person before sampling",
@@ -99,13 +101,19 @@ def make_report(
         adjacency=terms.adjacency,
         unit=terms.unit,
         adversary=ADVERSARY[terms.unit],
-        sampling_assumption=POISSON if sampled else NO_SAMPLING,
+        sampling_assumption=_sampling(terms.unit, sampled),
         num_events=sum(steps for _, steps in whole),
         conditions=tuple(dict.fromkeys(notes)),
         integrity="full" if state.loaded_from == 0 else f"since entry {state.loaded_from}",
         head=state.head,
         rounds=rows,
     )
+
+
+def _sampling(unit: str, sampled: bool) -> str:
+    if unit == "client":
+        return POISSON_CLIENTS if sampled else NO_CLIENT_SAMPLING
+    return POISSON if sampled else NO_SAMPLING
 
 
 def _evaluate(

@@ -21,6 +21,7 @@ from fedlora.ledger.chain import canonical_json
 from fedlora.ledger.journal import Draft
 from fedlora.ledger.projection import Multiset, Projector, add_steps, first_period, multiset_of
 from fedlora.ledger.schema import entries
+from fedlora.ledger.state import LedgerState
 from fedlora.ledger.types import (
     Account,
     AccountState,
@@ -290,3 +291,22 @@ def amend(draft: Draft, account: Account, budget: Budget, reason: str) -> None:
         )
     detail = {**dataclasses.asdict(budget), "reason": reason}
     draft.add(chain.BUDGET, account_id, detail=canonical_json(detail))
+
+
+def known_fingerprint(state: LedgerState, account: Account) -> str | None:
+    """Return the last fingerprint of an account's records, None if there is none."""
+    number = state.account_ids.get(account)
+    return None if number is None else state.accounts[number].fingerprint
+
+
+def note_fingerprint(draft: Draft, account: Account, fingerprint: str) -> None:
+    """Append the fingerprint of an account's records.
+
+    Raises:
+        LedgerError: if it is not what `fingerprint_records` returns.
+    """
+    if len(check_name("fingerprint", fingerprint)) > 64:
+        raise LedgerError(
+            "fingerprint: got more than 64 characters; allowed: what fingerprint_records returned"
+        )
+    draft.add(chain.FINGERPRINT, draft.account(account), digest=fingerprint)

@@ -172,17 +172,28 @@ class LedgerState:
                 state.conditions[f"budget terms were changed at entry {entry.seq}: {reason}"] = None
             state.terms = Budget(**fields)
         elif entry.kind == chain.FINGERPRINT:
-            state = self.accounts[entry.account_id]
-            if state.fingerprint is not None:
-                text = f"records changed at entry {entry.seq}; what was spent before stays spent"
-                state.conditions[text] = None
-            state.fingerprint = entry.digest
+            self._apply_fingerprint(entry)
         elif entry.kind == chain.NOTE:
             self._apply_detail(entry)
         elif entry.kind == chain.SNAPSHOT:
             self.snapshot_seq = entry.seq
         else:
             raise integrity_error(entry.seq, "is of an unknown kind")
+
+    def _apply_fingerprint(self, entry: Entry) -> None:
+        """Note changed records, and records that another account pays for too (a data set under a new name)."""
+        state = self.accounts[entry.account_id]
+        if state.fingerprint is not None:
+            text = f"records changed at entry {entry.seq}; what was spent before stays spent"
+            state.conditions[text] = None
+        state.fingerprint = entry.digest
+        for other in self.accounts.values():
+            if other is not state and other.fingerprint == entry.digest:
+                for one, two in ((state, other.account), (other, state.account)):
+                    text = (
+                        f"the same records are charged as {two.client}/{two.dataset} too: the figures add up"
+                    )
+                    one.conditions[text] = None
 
     def _apply_detail(self, entry: Entry) -> None:
         target = self.conditions if entry.account_id == 0 else self.accounts[entry.account_id].conditions

@@ -6,7 +6,6 @@ records (or one person's records) can land at several clients; a simulation's dr
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Rows
-from fedlora.ledger import RecordSketch, find_overlaps, person_key, sketch_records
+from fedlora.ledger import RecordSketch, find_overlaps, person_key, record_bytes, sketch_records
 
 Index = npt.NDArray[np.int64]
 MAX_RECORDS: Final = 200_000
@@ -104,13 +103,7 @@ def _content(rows: Rows, people: list[Any] | None, index: Index) -> Iterator[byt
         if people is not None:
             yield person_key(people[position], position).encode("utf-8", "surrogatepass")
         else:
-            yield json.dumps(rows[position], sort_keys=True, default=_bytes_of).encode()
-
-
-def _bytes_of(value: Any) -> str:
-    """Return a text for what JSON does not know: images by their pixels, the rest by its own description."""
-    data = value.tobytes() if hasattr(value, "tobytes") else value
-    return data.hex() if isinstance(data, bytes | bytearray) else repr(data)
+            yield record_bytes(rows[position])
 
 
 def _summary(what: str, sketches: Mapping[str, RecordSketch]) -> Sharing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,16 @@ from fedlora.config.schema import DataConfig, FedLoraConfig, FileSource, NoPriva
 from fedlora.config.trainer import SitePolicy, TrainerConfig, site_path
 from fedlora.data import Rows, Task, load_rows, partition_rows
 from fedlora.errors import AuthenticationError, DataError, PolicyRefusedError
-from fedlora.ledger import Budget, Ledger, bound_contributions, load_or_create_secret, open_ledger
+from fedlora.ledger import (
+    Account,
+    Budget,
+    Ledger,
+    bound_contributions,
+    fingerprint_records,
+    load_or_create_secret,
+    open_ledger,
+    record_bytes,
+)
 from fedlora.training.charging import LedgerKeeper
 from fedlora.training.pinned import secure_desk
 from fedlora.training.policy import Policy
@@ -131,6 +140,7 @@ class SiteShelf:
         load: reads the rows.
         split: makes client ids and positions from rows; None for one client.
         bound: keeps a person's records within the site's bound.
+        seen: told a client and its records' bytes when they are first opened (for the ledger's fingerprint).
     """
 
     def __init__(
@@ -139,10 +149,12 @@ class SiteShelf:
         load: Callable[[], Rows],
         split: Callable[[Rows], Mapping[str, Index]] | None,
         bound: Callable[[Rows, Index], Index] | None,
+        seen: Callable[[str, Iterable[bytes]], None] | None = None,
     ) -> None:
         """Keep the callables; nothing is read yet."""
-        self._site, self._load, self._split, self._bound = site, load, split, bound
+        self._site, self._load, self._split, self._bound, self._seen = site, load, split, bound, seen
         self._rows: Rows | None = None
+        self._told: set[str] = set()
         self._parts: Mapping[str, Index] | None = None
         self._open: dict[str, LazyRecords] = {}
         self._fit: set[str] = set()
@@ -165,6 +177,9 @@ class SiteShelf:
             self._open, self._fit, self._task = {}, set(), task
         if client not in self._open:
             rows, index = self._read(), parts[client]
+            if self._seen is not None and client not in self._told:
+                self._seen(client, (record_bytes(rows[int(place)]) for place in index))
+                self._told.add(client)
             index = index if self._bound is None else self._bound(rows, index)
             self._open[client] = LazyRecords(rows=rows, indices=index, task=task)
         return self._open[client]
@@ -271,8 +286,8 @@ def build_site(
         AuthenticationError: if the identity key is unusable.
     """
     secret = load_or_create_secret(site_path(config_file, config.ledger.secret_file or "ledger.secret"))
-    shelf = _shelf(config, config_file, secret)
     ledger = _ledger(config, config_file, secret)
+    shelf = _shelf(config, config_file, secret, ledger)
     clients = shelf.clients()
     terms = Budget(
         epsilon=config.budget.epsilon,
@@ -318,7 +333,7 @@ def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Le
     return open_ledger(path, secret=secret, anchor=anchor)
 
 
-def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes) -> SiteShelf:
+def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes, ledger: Ledger) -> SiteShelf:
     source = config.data.source
     if isinstance(source, FileSource):
         paths = tuple(str(site_path(config_file, path)) for path in source.paths)
@@ -332,6 +347,9 @@ def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Sit
 
     def split(rows: Rows) -> Mapping[str, Index]:
         return partition_rows(rows, config.data.partition, 0)
+
+    def seen(client: str, records: Iterable[bytes]) -> None:
+        ledger.note_fingerprint(Account(client, config.data.name), fingerprint_records(records, secret))
 
     def bound(rows: Rows, index: Index) -> Index:
         people = rows.column(str(config.data.group_by))
@@ -349,4 +367,5 @@ def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Sit
         load,
         None if config.data.partition is None else split,
         None if config.data.group_by is None else bound,
+        seen,
     )

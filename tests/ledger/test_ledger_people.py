@@ -23,6 +23,7 @@ from fedlora.errors import (
     UnsupportedEventError,
 )
 from fedlora.ledger import (
+    Account,
     Ledger,
     bound_contributions,
     filter_metrics,
@@ -104,8 +105,6 @@ def test_h18_leaving_one_person_out_changes_only_that_person(
 
 def test_h18_report_says_per_record_without_a_key_and_per_person_with_one(ledger: Ledger) -> None:
     import dataclasses
-
-    from fedlora.ledger import Account
 
     spend(ledger, 1)
     assert "the guarantee is per record, not per person" in ledger.report(SITE).conditions
@@ -228,3 +227,28 @@ def test_sketch_sizes_are_checked(tmp_path: Path) -> None:
         sketch_records([b"a"], SECRET, size=0)
     assert sketch_records([b"a", b"a"], SECRET).hashes == sketch_records([b"a"], SECRET).hashes
     assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("other", [Account("site-1", "news-2027"), Account("site-9", "news-2026")])
+def test_records_under_a_second_name_are_said_in_both_reports(ledger: Ledger, other: Account) -> None:
+    """A data set that is renamed starts a new account: the fingerprint shows that the figures add up."""
+    spend(ledger, 1)
+    ledger.note_fingerprint(SITE, "a" * 64)
+    ledger.note_fingerprint(SITE, "a" * 64)
+    spend(ledger, 1, account=other)
+    assert not any("add up" in text for text in ledger.report(other).conditions)
+    ledger.note_fingerprint(other, "a" * 64)
+    for one, two in ((SITE, other), (other, SITE)):
+        text = f"the same records are charged as {two.client}/{two.dataset} too: the figures add up"
+        assert text in ledger.report(one).conditions
+    assert ledger.verify().entries == len(list(ledger.entries()))
+    with pytest.raises(LedgerError):
+        ledger.note_fingerprint(SITE, "a" * 65)
+
+
+def test_a_fingerprint_before_the_first_charge_makes_no_account_to_spend_from(ledger: Ledger) -> None:
+    ledger.note_fingerprint(SITE, "b" * 64)
+    with pytest.raises(LedgerError, match="not in this ledger"):
+        ledger.report(SITE)
+    spend(ledger, 1)
+    assert ledger.report(SITE).num_events == 4
