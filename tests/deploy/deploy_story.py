@@ -34,12 +34,12 @@ class Pushes:
 
     def counts(self) -> tuple[int, int]:
         """Return how many replies were begun, and how many lines say that one was sent."""
-        text = self._log.read_text(errors="replace")
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
         return text.count("Sending: train"), text.count("Sent successfully")
 
     def begin(self, mute_at: int | None = None) -> None:
         """Start counting; from answer number `mute_at` of the next reply on nothing comes back."""
-        self._start = self.counts() if self._log.exists() else (0, 0)
+        self._start = self.counts()
         self.answers, self._mute_at = 0, mute_at
 
     def begun(self) -> bool:
@@ -199,6 +199,7 @@ class Story:
     def measure_upload(self) -> None:
         """Note how many bytes a reply of site-a takes, and how many answers of the server."""
         wire = self.wires["site-a"]
+        self.until("site-a said hello", lambda: self.pushes.counts()[1] >= 1)  # the door would hold that too
         self.held()
         self.pushes.begin()
         wire.mute_after, up = self.pushes, wire.up
