@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,17 +77,50 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
     require_trackers(config.tracking)
     bench = settings.bench if settings.bench is not None else build_workbench(config)
     loaded = time.perf_counter()
-    roster = Roster(grid, settings.clients, settings.app_hash, config.federation.members)
-    expected = config.deployment.expected_clients or len(settings.expect or ())
-    wanted = max(config.federation.min_replies, expected)
-    if settings.clients is None:
-        roster.wait_for(wanted, config.deployment.startup_timeout_seconds)
+    roster = _roster(settings, grid)
     ledger = _server_ledger(config, settings.folder)
     charge = ServerCharge(ledger, config, settings.run_id)
     noise = ServerNoise(config)
     strategy, answers = _strategy(settings, bench, roster, noise, charge)
     evaluator = PublicEvaluator(bench)
     folder = RunFolder(settings.folder)
+
+    before_round, epsilon = _hooks(config, noise, charge, roster, strategy, answers)
+    trackers = open_trackers(config, settings.run_id, settings.folder)
+    diagnostics = RoundDiagnostics(bench)
+    loop = RoundLoop(
+        settings, grid, strategy, evaluator, answers, folder, before_round, epsilon, diagnostics, trackers
+    )
+    seconds = {"load_model": loaded - started, "set_up": time.perf_counter() - loaded}
+    return Server(
+        settings, bench, strategy, evaluator, answers, folder, loop, ledger, charge, seconds, trackers
+    )
+
+
+def _roster(settings: ServerSettings, grid: Grid) -> Roster:
+    """Return who takes part; a deployment waits for its clients, within a bound.
+
+    Raises:
+        TooFewRepliesError: if they are not there in time.
+    """
+    config = settings.config
+    roster = Roster(grid, settings.clients, settings.app_hash, config.federation.members)
+    expected = config.deployment.expected_clients or len(settings.expect or ())
+    if settings.clients is None:
+        wanted = max(config.federation.min_replies, expected)
+        roster.wait_for(wanted, config.deployment.startup_timeout_seconds)
+    return roster
+
+
+def _hooks(
+    config: FedLoraConfig,
+    noise: ServerNoise,
+    charge: ServerCharge,
+    roster: Roster,
+    strategy: FedLoraStrategy,
+    answers: Answers,
+) -> tuple[Callable[[int], None], Callable[[], float | None]]:
+    """Return what happens before each round, and how the epsilon that binds is read."""
 
     def before_round(number: int) -> None:
         noise.start_round(number)
@@ -100,15 +133,7 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
             return charge.epsilon()
         return answers.mirror.said_this_round
 
-    trackers = open_trackers(config, settings.run_id, settings.folder)
-    diagnostics = RoundDiagnostics(bench)
-    loop = RoundLoop(
-        settings, grid, strategy, evaluator, answers, folder, before_round, epsilon, diagnostics, trackers
-    )
-    seconds = {"load_model": loaded - started, "set_up": time.perf_counter() - loaded}
-    return Server(
-        settings, bench, strategy, evaluator, answers, folder, loop, ledger, charge, seconds, trackers
-    )
+    return before_round, epsilon
 
 
 def _server_ledger(config: FedLoraConfig, folder: Path) -> Ledger | None:

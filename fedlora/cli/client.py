@@ -29,6 +29,8 @@ GRACE_SECONDS = 120.0
 """A node that died is "online" at the server until its heartbeat is overdue; until then its key is refused too."""
 NOT_ACTIVATED = "[code: 2004]"
 ACCEPTED = "Receiving:"
+ACTIVATED = "SuperNode ID:"
+"""The server has let the node in."""
 ACCEPTED_FILE = "accepted-key"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -177,14 +179,19 @@ def client(
     socket, token_file = _trainer_place(trainer_socket, token, with_trainer)
     settings = ClientSettings(superlink, ca, key, socket, token_file, state, max_wait, host, port)
     fingerprint = settings.check()
+    status = _with_trainer(settings, fingerprint, with_trainer)
+    emit({"status": status, "fingerprint": fingerprint}, as_json=as_json, text=f"client {status}")
+
+
+def _with_trainer(settings: ClientSettings, fingerprint: str, site_file: Path | None) -> str:
+    """Run the relay, and the trainer of a site file along with it if one is given."""
     stop = StopSignals()
-    trainer = _start_trainer(with_trainer, state) if with_trainer is not None else None
+    trainer = _start_trainer(site_file, settings.state) if site_file is not None else None
     try:
-        status = run_client(settings, fingerprint, stop, trainer)
+        return run_client(settings, fingerprint, stop, trainer)
     finally:
         if trainer is not None:
             trainer.stop()
-    emit({"status": status, "fingerprint": fingerprint}, as_json=as_json, text=f"client {status}")
 
 
 def _trainer_place(socket: Path | None, token: Path | None, with_trainer: Path | None) -> tuple[Path, Path]:
@@ -227,50 +234,88 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
         AuthenticationError: if the server refuses the key or its certificate does not fit.
         DeploymentError: if the server stays away longer than allowed, or the trainer ends.
     """
-    state = StateFile(settings.state, "client")
-    audit = AuditLog(settings.state / "audit.jsonl")
-    pause, reached = 1.0, time.monotonic()
-    accepted = settings.state / ACCEPTED_FILE
+    life = _Life(settings, fingerprint)
     while True:
-        seen: list[str] = []
+        if life.once(stop, trainer):
+            return "stopped"
+        pause = life.pause_or_raise()
+        _LOG.warning("SuperNode ended (%s); again in %.0f s", life.reason, pause)
+        if stop.wait(pause):
+            life.state.update(status="stopped")
+            return "stopped"
+
+
+class _Life:
+    """One relay's SuperNodes, one after the other, and what is known about the server between them."""
+
+    def __init__(self, settings: ClientSettings, fingerprint: str) -> None:
+        self._settings, self._fingerprint = settings, fingerprint
+        self.state = StateFile(settings.state, "client")
+        self._audit = AuditLog(settings.state / "audit.jsonl")
+        self._pause, self._reached = 1.0, time.monotonic()
+        self._began = self._reached
+        self._seen: list[str] = []
+        self._activated = threading.Event()
+        self.reason = ""
+
+    def once(self, stop: StopSignals, trainer: Child | None) -> bool:
+        """Run one SuperNode to its end; return whether that was asked for."""
+        settings = self._settings
+        self._seen, self._activated = [], threading.Event()
         wedged = threading.Event()
-        child = _start_node(settings, fingerprint, seen, wedged)
-        facts = {"superlink": settings.superlink, "key": fingerprint, "node_pid": child.pid}
-        state.update(status="running", trainer_socket=str(settings.trainer_socket), **facts)
-        audit.write("client started", **facts)
-        began = time.monotonic()
+        child = _start_node(settings, self._fingerprint, self._seen, wedged, self._activated)
+        facts = {"superlink": settings.superlink, "key": self._fingerprint, "node_pid": child.pid}
+        self.state.update(status="running", trainer_socket=str(settings.trainer_socket), **facts)
+        self._audit.write("client started", **facts)
+        self._began = time.monotonic()
         try:
-            if _watch(child, stop, trainer, wedged):
-                state.update(status="stopped")
-                audit.write("client stopped")
-                return "stopped"
+            asked = _watch(child, stop, trainer, wedged)
         finally:
             child.stop()
-        reason = _reason(seen)
-        state.update(status="down", reason=reason[1])
-        audit.write("client down", reason=reason[1])
-        if any(ACCEPTED in line for line in seen):
-            reached = time.monotonic()
-        known = accepted.exists() and accepted.read_text() == fingerprint
-        patient = known and any(NOT_ACTIVATED in line for line in seen)
-        patient = patient and time.monotonic() - reached < GRACE_SECONDS
-        if reason[0] is not None and not patient:
-            raise reason[0](f"server {settings.superlink} refused {fingerprint}: {reason[1]}")
-        if time.monotonic() - began > 60:
-            pause, reached = 1.0, time.monotonic()
-        if time.monotonic() - reached > settings.max_wait_seconds:
+        if asked:
+            self.state.update(status="stopped")
+            self._audit.write("client stopped")
+        return asked
+
+    def pause_or_raise(self) -> float:
+        """Judge why a SuperNode ended; return how long to wait before the next one, in seconds.
+
+        Raises:
+            AuthenticationError: if the server refuses the key or its certificate does not fit.
+            DeploymentError: if the server has been away for longer than allowed.
+        """
+        settings, now = self._settings, time.monotonic()
+        error, self.reason = _reason(self._seen)
+        self.state.update(status="down", reason=self.reason)
+        self._audit.write("client down", reason=self.reason)
+        if self._activated.is_set():
+            self._reached = now
+        patient = self._is_patient(now)
+        if error is not None and not patient:
+            raise error(f"server {settings.superlink} refused {self._fingerprint}: {self.reason}")
+        if self._activated.is_set() and now - self._began > 60:
+            self._pause = 1.0
+        if now - self._reached > settings.max_wait_seconds:
             raise DeploymentError(
-                f"server {settings.superlink}: not reachable for {settings.max_wait_seconds:.0f} s ({reason[1]})"
+                f"server {settings.superlink}: not reachable for {settings.max_wait_seconds:.0f} s ({self.reason})"
             )
-        _LOG.warning("SuperNode ended (%s); again in %.0f s", reason[1], pause)
-        if stop.wait(pause):
-            state.update(status="stopped")
-            return "stopped"
-        pause = min(15.0 if patient else 60.0, pause * 2)
+        pause, self._pause = self._pause, min(15.0 if patient else 60.0, self._pause * 2)
+        return pause
+
+    def _is_patient(self, now: float) -> bool:
+        """Whether a refusal may only mean that the server still thinks that an earlier SuperNode is there."""
+        accepted = self._settings.state / ACCEPTED_FILE
+        known = accepted.exists() and accepted.read_text() == self._fingerprint
+        refused = any(NOT_ACTIVATED in line for line in self._seen)
+        return known and refused and now - self._reached < GRACE_SECONDS
 
 
 def _start_node(
-    settings: ClientSettings, fingerprint: str, seen: list[str], wedged: threading.Event
+    settings: ClientSettings,
+    fingerprint: str,
+    seen: list[str],
+    wedged: threading.Event,
+    activated: threading.Event,
 ) -> Child:
     accepted = settings.state / ACCEPTED_FILE
     home = settings.state.resolve() / "flower"
@@ -284,6 +329,8 @@ def _start_node(
         del seen[:-200]
         if WEDGED in line:
             wedged.set()
+        if ACTIVATED in line:
+            activated.set()
         if ACCEPTED in line and not accepted.exists():
             write_file(accepted, fingerprint.encode(), mode=PUBLIC, replace=True)
 

@@ -289,15 +289,6 @@ def build_site(
     ledger = _ledger(config, config_file, secret)
     shelf = _shelf(config, config_file, secret, ledger)
     clients = shelf.clients()
-    terms = Budget(
-        epsilon=config.budget.epsilon,
-        delta=config.budget.delta,
-        adjacency=config.budget.adjacency,
-        unit=config.budget.unit,
-        accountant=config.budget.accountant,
-        window=config.budget.window,
-        on_exhausted=config.budget.on_exhausted,
-    )
     sign, identity, witness, key = None, None, None, None
     if config.site.identity_key is not None:
         key_file = site_path(config_file, config.site.identity_key)
@@ -308,7 +299,7 @@ def build_site(
         shelf if wrap is None else wrap(shelf),
         SiteRules.from_site(config.policy, config.data.group_by, config.data.max_records_per_group),
         LedgerKeeper(ledger),
-        budgets=dict.fromkeys(clients, terms),
+        budgets=dict.fromkeys(clients, _terms(config)),
         dataset=config.data.name,
         replies=LedgerReplies(ledger),
         sign=sign,
@@ -317,6 +308,20 @@ def build_site(
         desk=secure_desk(config, config_file, clients, key),
     )
     return Site(config, trainer, ledger, shelf)
+
+
+def _terms(config: TrainerConfig) -> Budget:
+    """Return what each client of the site may spend, in the site's own terms."""
+    budget = config.budget
+    return Budget(
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        adjacency=budget.adjacency,
+        unit=budget.unit,
+        accountant=budget.accountant,
+        window=budget.window,
+        on_exhausted=budget.on_exhausted,
+    )
 
 
 def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Ledger:

@@ -1,0 +1,99 @@
+"""How long a relay keeps trying: bounded, whatever happens, and starting anew once the server has let it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fedlora.cli import client as relay
+from fedlora.errors import AuthenticationError, DeploymentError
+
+
+class Clock:
+    """Time that passes only when a SuperNode lives or a pause is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(relay.time, "monotonic", made.monotonic)
+    return made
+
+
+def settings(tmp_path: Path, max_wait: float) -> relay.ClientSettings:
+    return relay.ClientSettings(
+        "server:8000", Path("ca"), Path("key"), Path("s"), Path("t"), tmp_path, max_wait, "127.0.0.1", 0
+    )
+
+
+def nodes(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, lives: Callable[[int], tuple[float, list[str]]]
+) -> list[int]:
+    """Replace SuperNodes: each lives so long and says these lines; returns the list of those started."""
+    started: list[int] = []
+
+    def start(_: object, fingerprint: str, seen: list[str], wedged: object, activated: object) -> object:
+        del fingerprint, wedged
+        seconds, lines = lives(len(started))
+        started.append(1)
+        clock.now += seconds
+        seen += lines
+        if any(relay.ACTIVATED in line for line in lines):
+            activated.set()  # type: ignore[attr-defined]
+        return SimpleNamespace(pid=1, stop=lambda: None)
+
+    monkeypatch.setattr(relay, "_start_node", start)
+    monkeypatch.setattr(relay, "_watch", lambda *_: False)
+    return started
+
+
+def test_a_server_that_never_answers_is_given_up_after_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    started = nodes(monkeypatch, clock, lambda number: (300.0, ["ConnectError: refused"]))
+    began = clock.now
+    with pytest.raises(DeploymentError, match="not reachable for 900 s"):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert clock.now - began < 2 * 900
+    assert len(started) >= 3
+
+
+def test_the_bound_begins_anew_after_the_server_has_let_the_node_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    def lives(number: int) -> tuple[float, list[str]]:
+        return (
+            (7200.0, [f"{relay.ACTIVATED} 5", "ConnectError"]) if number == 2 else (300.0, ["ConnectError"])
+        )
+
+    started = nodes(monkeypatch, clock, lives)
+    with pytest.raises(DeploymentError):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert len(started) >= 6
+
+
+def test_a_refusal_ends_at_once_or_after_the_grace_of_a_known_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    started = nodes(monkeypatch, clock, lambda number: (2.0, [relay.NOT_ACTIVATED]))
+    with pytest.raises(AuthenticationError, match="does not know this key"):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert len(started) == 1
+    (tmp_path / relay.ACCEPTED_FILE).write_text("SHA256:x")
+    began = clock.now
+    with pytest.raises(AuthenticationError):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert relay.GRACE_SECONDS <= clock.now - began < relay.GRACE_SECONDS + 60
