@@ -64,6 +64,10 @@ class LinearMode:
         """Add a node's sum over `count` clients."""
         self._sum.add(payload.blocks, 1.0, count=count)
 
+    def add_sums(self, sums: Mapping[str, Float64], weight: float) -> None:
+        """Add sums of checked blocks of clients with this weight in all."""
+        self._sum.add_sums(sums, weight)
+
     def finish(self) -> Outcome:
         """Average and step."""
         means = self._sum.mean()

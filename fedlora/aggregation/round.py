@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedlora.accounting import Event
 from fedlora.aggregation.client_privacy import ClientPlan, ClientRelease
 from fedlora.aggregation.linear import LinearMode
+from fedlora.aggregation.packed import LARGEST, PackedUpdates
 from fedlora.aggregation.robust import Robust, RobustRound
 from fedlora.aggregation.types import AggregateResult, Charge, Float64, Mode, NormalSource, Outcome, State
 from fedlora.errors import (
@@ -89,6 +91,7 @@ class Aggregator:
         self._charged = False
         self._release: ClientRelease | None = None
         self._robust: RobustRound | None = None
+        self._packed: PackedUpdates | None = None
 
     @property
     def plan(self) -> ClientPlan | None:
@@ -141,7 +144,18 @@ class Aggregator:
             self._robust = RobustRound(
                 self.rules.robust, current, self.rules.trim_fraction, self.rules.max_norm
             )
+        self._packed = self._pack()
         self._open = True
+
+    def _pack(self) -> PackedUpdates | None:
+        """Return the quick way for small updates of equal shapes that are only summed."""
+        plain = self._release is None and self._robust is None and isinstance(self.mode, LinearMode)
+        if not plain or not self._shapes:
+            return None
+        size = 4 * sum(math.prod(shape) for shape in self._shapes.values())
+        if size > min(LARGEST, LARGEST if self.rules.max_bytes is None else self.rules.max_bytes):
+            return None
+        return PackedUpdates(self.layout, self._recipe, self.mode.uplink, self._shapes, self.rules.max_norm)
 
     def reject(self, client: str, reason: str) -> None:
         """Record why a client's answer is not used."""
@@ -161,27 +175,21 @@ class Aggregator:
         Returns: whether it is used.
         """
         self._need_open()
+        packed = self._packed
         try:
             if client in self._accepted:
                 raise StaleRoundError(f"client {client!r} answered twice in this round")
-            bounded = self.rules.robust == "norm_bounded"
-            check_payload(
-                payload,
-                self.layout,
-                self._recipe,
-                kind=self.mode.uplink,
-                client=client,
-                mixed=self.mode.mixed,
-                max_bytes=self.rules.max_bytes,
-                max_norm=None if bounded else self.rules.max_norm,
-                shapes=self._shapes,
-            )
+            quick = packed is not None and packed.takes(payload)
+            if not quick:
+                self._check(client, payload)
             used = self._weight(client, payload, weight)
         except (WireError, AggregationError) as error:
             if client not in self._accepted:
                 self.reject(client, f"{type(error).__name__}: {error}")
             return False
-        if self._release is not None and self.plan is not None:
+        if quick and packed is not None:
+            packed.keep(used)
+        elif self._release is not None and self.plan is not None:
             share = self.plan.noise_at == "clients"
             (self._release.add_share if share else self._release.add)(payload.blocks)
         elif self._robust is not None:
@@ -189,8 +197,22 @@ class Aggregator:
         else:
             self.mode.add(payload, used)
         self._accepted[client] = used
-        self._bytes += payload_bytes(payload)
+        self._bytes += packed.nbytes if quick and packed is not None else payload_bytes(payload)
         return True
+
+    def _check(self, client: str, payload: AdapterPayload) -> None:
+        bounded = self.rules.robust == "norm_bounded"
+        check_payload(
+            payload,
+            self.layout,
+            self._recipe,
+            kind=self.mode.uplink,
+            client=client,
+            mixed=self.mode.mixed,
+            max_bytes=self.rules.max_bytes,
+            max_norm=None if bounded else self.rules.max_norm,
+            shapes=self._shapes,
+        )
 
     def _weight(self, client: str, payload: AdapterPayload, weight: float) -> float:
         examples = payload.notes.get("num_examples")
@@ -341,6 +363,8 @@ class Aggregator:
     def _finish_plain(self) -> Outcome:
         if self._robust is not None and isinstance(self.mode, LinearMode):
             return self.mode.apply(self._robust.mean())
+        if self._packed is not None and self._packed.weight > 0 and isinstance(self.mode, LinearMode):
+            self.mode.add_sums(self._packed.blocks(), self._packed.weight)
         return self.mode.finish()
 
     def _finish_private(self, release: ClientRelease, plan: ClientPlan) -> tuple[Outcome, Event]:

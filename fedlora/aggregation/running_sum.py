@@ -43,6 +43,15 @@ class RunningSum:
         if len(self._held) >= GROUP:
             self.flush()
 
+    def add_sums(self, sums: Mapping[str, Float64], weight: float) -> None:
+        """Add sums that were formed elsewhere, of updates with this weight in all."""
+        for name, block in sums.items():
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+            if name in self._sums:
+                np.add(self._sums[name], block, out=self._sums[name])
+            else:
+                self._sums[name] = block.copy()
+
     def flush(self) -> None:
         """Add the held updates to the float64 sums and let go of them."""
         held, self._held = self._held, []
