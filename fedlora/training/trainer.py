@@ -197,8 +197,9 @@ class Trainer:
         answers = self._admit(session, request)
         reserved = time.perf_counter()
         admitted = [one for one in answers.values() if isinstance(one, Admitted)]
+        busy = time.thread_time()
         done = self._train(session, request, admitted)
-        trained = time.perf_counter()
+        trained, busy = time.perf_counter(), time.thread_time() - busy
         replies = self._witnessed(session, request, known, self._settle(session, request, answers, done))
         ended = time.perf_counter()
         timings = {
@@ -207,7 +208,7 @@ class Trainer:
             "train": trained - reserved,
             "settle": ended - trained,
         }
-        self.last_timings = timings
+        self.last_timings = {**timings, "train_cpu": busy}
         return replies, timings
 
     def _checked_config(self, request: RoundRequest) -> FedLoraConfig:
