@@ -23,8 +23,13 @@ _LAZY = {
 }
 
 
+_PACKAGES = ("accounting", "config", "ledger")
+
+
 def __getattr__(name: str) -> Any:
-    """Import a public function when it is first used."""
+    """Import a public function or package when it is first used."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"fedlora.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'fedlora' has no attribute {name!r}")
     module, attribute = _LAZY[name]
