@@ -19,6 +19,7 @@ from fedlora.cli.keyring import AllowList
 from fedlora.cli.pki import check_server_certificate
 from fedlora.config import load_config
 from fedlora.config.trainer import load_trainer
+from fedlora.ledger import load_or_create_secret, open_ledger
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(
@@ -251,6 +252,20 @@ def test_certificates_are_renewed_with_the_key_from_outside(federation: Path) ->
     assert done.returncode == 0, done.stderr
     assert check_server_certificate(certs).sha256 != before
     assert not (certs / "ca.key").exists()
+
+
+def test_the_backup_script_copies_a_ledger_in_use(tmp_path: Path) -> None:
+    secret = load_or_create_secret(tmp_path / "ledger.secret")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FEDLORA": f"{sys.executable} -m fedlora.cli.main"}
+    script = str(DEPLOY / "scripts" / "backup-ledger.sh")
+    with open_ledger(tmp_path / "ledger.db", secret=secret) as ledger:
+        done = run("bash", script, str(tmp_path / "ledger.db"), str(tmp_path / "backups"), env=environment)
+        assert done.returncode == 0, done.stderr
+        assert ledger.accounts() == ()
+    (copy,) = (tmp_path / "backups").glob("ledger-*.db")
+    assert copy.stat().st_mode & 0o077 == 0
+    with open_ledger(copy, secret=secret, read_only=True) as ledger:
+        assert ledger.accounts() == ()
 
 
 @pytest.mark.parametrize("name", ["examples/server/run.yaml", "kubernetes/server/run.yaml"])

@@ -318,7 +318,14 @@ def test_receipts_of_others_and_missing_ones_are_flagged_and_counted_as_spent(
 def test_a_refusal_for_the_budget_is_not_counted_as_spent(world: World) -> None:
     file = world.root / "site-a" / "site.yaml"
     file.write_text(file.read_text().replace("epsilon: 20.0", "epsilon: 2.1"))
-    result, _ = world.run("one", rounds=4)
+    lost = {
+        ("site-a", 2)
+    }  # told with the refusal of round 3, which must not hide that nothing was spent there
+
+    def change(name: str, answer: Packet) -> Packet | None:
+        return None if (name, answer.header["round"]) in lost else answer
+
+    result, _ = world.run("one", rounds=4, change=change)
     found = world.receipts(result, "site-a")
     assert found["unanswered"] == []
     assert found["epsilon"] == pytest.approx(world.spent("site-a").epsilon)
