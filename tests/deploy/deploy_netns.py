@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
+HELLO_ANSWER = b'"op": "hello"'
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -192,7 +193,7 @@ class SlowWire:
 
 
 class Door:
-    """A Unix socket before a trainer's: the trainer's answers can be held back, so that moments can be chosen."""
+    """A Unix socket before a trainer's: its answers can be held back (all but hello), to choose moments."""
 
     def __init__(self, path: Path, target: Path) -> None:
         self.path, self._target = path, target
@@ -237,7 +238,7 @@ class Door:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 seen += len(data)
-                if answers and seen > 64:  # two nonces of the handshake pass, what follows is an answer
+                if answers and seen > 64 and HELLO_ANSWER not in data[:200]:  # 64: the handshake's two nonces
                     self._open.wait()
                 sink.sendall(data)
         for stream in (source, sink):
