@@ -25,6 +25,8 @@ from fedlora.wire.payload import AdapterLayout, AdapterPayload, Array, ModuleSpe
 
 _PREFIXES: Final = ("base_model.model.", "_module.", "module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _NEEDS_RECIPE: Final = ("lora_b", "projected")
+LARGEST_SCALING: Final = 1e6
+"""Largest scaling (and its inverse the smallest): with it the product of two usable factors stays within float32."""
 
 
 def check_payload(
@@ -97,13 +99,14 @@ def _check_modules(payload: AdapterPayload, layout: AdapterLayout, who: str, mix
     for path, spec in payload.modules.items():
         want = layout.modules[path]
         same_weight = (spec.out_features, spec.in_features) == (want.out_features, want.in_features)
-        if not same_weight or spec.rank > min(spec.out_features, spec.in_features):
+        if not same_weight or not 1 <= spec.rank <= min(spec.out_features, spec.in_features):
             raise LayoutMismatchError(
                 f"{who}, layer {path!r}: shape {_spec(spec)}; this run needs {_spec(want)}"
             )
-        if not (math.isfinite(spec.scaling) and spec.scaling > 0):
+        if not 1.0 / LARGEST_SCALING <= spec.scaling <= LARGEST_SCALING:
             raise LayoutMismatchError(
-                f"{who}, layer {path!r}: scaling {spec.scaling}; allowed: finite, above 0"
+                f"{who}, layer {path!r}: scaling {spec.scaling}; allowed: finite, above 0, "
+                f"{1.0 / LARGEST_SCALING:g} to {LARGEST_SCALING:g}"
             )
         if not mixed and spec != want:
             raise LayoutMismatchError(
