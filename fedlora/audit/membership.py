@@ -203,6 +203,11 @@ def release_attack(bench: Workbench, shadows: Shadows) -> Verdict:
             f"{bench.mechanism.uplink}; use the gradient-canary attack"
         )
     names = bench.mechanism.coordinates.adapters
+    if not names:
+        raise UnsupportedCombinationError(
+            f"audit: the release attack reads LoRA blocks; mechanism {bench.mechanism.kind} has none; use the "
+            "gradient-canary attack"
+        )
     start = _flat(shadows.start, names)
     moves = np.stack([start - _flat(payload, names) for payload in shadows.payloads])
     gradients = _gradients(bench, [*shadows.records, shadows.canary])
