@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 NameOption = Annotated[str, typer.Option("--name", help="Unique name of the specification in a dock.")]
 LicenceOption = Annotated[str, typer.Option("--licence", help="Licence of the entry (SPDX name).")]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", help="File to write; NAME.json otherwise.")
-]
+OutputOption = Annotated[Path | None, typer.Option("--output", help="File to write; NAME.json otherwise.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -108,7 +108,12 @@ def test_a_specification_is_charged_as_one_joint_release_of_all_layers(values, l
     assert said.epsilon == pytest.approx(want, rel=1e-9)
     assert done.account_epsilon == pytest.approx(want, rel=1e-9)
     assert said.epsilon > epsilon_of(PoissonGaussianEvent(4.0, 0.2).times(3), DELTA).epsilon
-    assert (said.guarantee, said.unit, said.adjacency, said.num_events) == ("dp", "record", "add_or_remove", 3)
+    assert (said.guarantee, said.unit, said.adjacency, said.num_events) == (
+        "dp",
+        "record",
+        "add_or_remove",
+        3,
+    )
     assert "server included" in said.adversary
     assert "Poisson" in said.sampling
     assert any("4 layers" in text for text in said.conditions)
@@ -241,7 +246,16 @@ def test_a_site_pays_by_its_own_rules(values, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["dock", "spec", "spec.yaml", "--site", "site.yaml", "--output", "a.json", "--json"]) == 0
     assert read_entry(tmp_path / "a.json").name == "clinic-a"
-    refused = ["dock", "spec", "spec.yaml", "privacy.noise_multiplier=1.0", "--site", "site.yaml", "--name", "b"]
+    refused = [
+        "dock",
+        "spec",
+        "spec.yaml",
+        "privacy.noise_multiplier=1.0",
+        "--site",
+        "site.yaml",
+        "--name",
+        "b",
+    ]
     assert main(refused) == 26  # the policy's least noise
     refused[3] = "privacy.noise_multiplier=3.0"  # 4 layers, each clipped alone: 1.5 for the joint release
     assert main(refused) == 26
@@ -268,7 +282,9 @@ def test_the_intrinsic_figure_is_conditional_and_equals_the_reference():
 
 def test_the_intrinsic_event_pays_for_nothing(ledger):
     event = PaveEvent((PaveLayer(8, 8, 0.01),))
-    request = ReserveRequest(Account("a", "d"), Budget(8.0, DELTA, adjacency="replace_one"), "run", 1, event, 1)
+    request = ReserveRequest(
+        Account("a", "d"), Budget(8.0, DELTA, adjacency="replace_one"), "run", 1, event, 1
+    )
     (answer,) = ledger.reserve([request])
     assert isinstance(answer, Refusal)
     assert answer.reason == "unsupported-event"
@@ -303,7 +319,9 @@ def test_the_specification_and_the_run_add_up_in_the_clients_budget(values, help
         one["account"]["client"]: one
         for one in json.loads((result.folder / "ledger.json").read_text())["accounts"]
     }
-    with open_ledger(tmp_path / "runs/ledger.sqlite", secret=(tmp_path / "runs/ledger.key").read_bytes()) as book:
+    with open_ledger(
+        tmp_path / "runs/ledger.sqlite", secret=(tmp_path / "runs/ledger.key").read_bytes()
+    ) as book:
         rows = book.report(Account(CLIENT, "words-2026")).rounds
     from fedlora.accounting import Event
 
@@ -359,7 +377,9 @@ def test_a_head_comes_along_only_with_the_same_labels(helpers, world, tmp_path):
     first = simulate(config_from_container(base), in_process=True, run_id="first")
     given = read_adapter(first.folder)
     for labels, same in ((["cold", "warm"], True), (["warm", "cold"], False)):
-        values = helpers.merge(base, {"data": {"labels": labels}, "adapter": {"init_from": str(first.folder)}})
+        values = helpers.merge(
+            base, {"data": {"labels": labels}, "adapter": {"init_from": str(first.folder)}}
+        )
         bench = complete(config_from_container(values)).bench
         got, fresh = starting_payload(bench), bench.initial_payload()
         for name, block in got.blocks.items():
@@ -391,7 +411,10 @@ def test_the_commands_work_together(values, helpers, world, tmp_path, monkeypatc
     assert main(["dock", "start", "dock.sqlite", "client-0000.json"]) == 0
     assert capsys.readouterr().out.strip() == f"adapter.init_from={folder}"
     specs = [f"client-000{number}.json" for number in range(3)]
-    assert main(["dock", "groups", *specs, "-k", "2", "--output", "groups", "--dock", "dock.sqlite", "--json"]) == 0
+    assert (
+        main(["dock", "groups", *specs, "-k", "2", "--output", "groups", "--dock", "dock.sqlite", "--json"])
+        == 0
+    )
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert sorted(name for one in groups for name in one["members"]) == [Path(s).stem for s in specs]
     assert main(["simulate", "run.yaml", "-o", groups[0]["file"], "--in-process", "--quiet", "--json"]) == 0
@@ -403,13 +426,19 @@ def test_the_commands_work_together(values, helpers, world, tmp_path, monkeypatc
 def test_a_runs_own_adapter_is_described_without_spending(helpers, world, tmp_path):
     from fedlora.simulation.run import simulate
 
-    result = simulate(config_from_container(run_values(helpers, world, tmp_path)), in_process=True, run_id="r")
+    result = simulate(
+        config_from_container(run_values(helpers, world, tmp_path)), in_process=True, run_id="r"
+    )
     made = describe_run(result.folder, Label("r", "model", "MIT"))
     assert made.privacy.epsilon == pytest.approx(result.epsilon)
     assert made.metadata["adapter"] == str(result.folder)
     summary = result.folder / "summary.json"
     content = json.loads(summary.read_text())
-    for change in ({"epsilon": None}, {"epsilon": "inf"}, {"statement": {"privacy": "NO PRIVACY: seeded test noise"}}):
+    for change in (
+        {"epsilon": None},
+        {"epsilon": "inf"},
+        {"statement": {"privacy": "NO PRIVACY: seeded test noise"}},
+    ):
         summary.write_text(json.dumps({**content, **change}))
         assert run_statement(result.folder).guarantee == "none"
 
@@ -427,9 +456,7 @@ def spec_of(name, vector):
 def test_clustering_finds_planted_groups_behind_a_common_direction():
     rng = np.random.default_rng(0)
     common, centres = 3 * rng.standard_normal(64), rng.standard_normal((3, 64))
-    made = [
-        spec_of(f"c{i:02d}", common + centres[i % 3] + 0.3 * rng.standard_normal(64)) for i in range(24)
-    ]
+    made = [spec_of(f"c{i:02d}", common + centres[i % 3] + 0.3 * rng.standard_normal(64)) for i in range(24)]
     groups = cluster(made, 3)
     assert {frozenset(int(n[1:]) % 3 for n in one.members) for one in groups} == {
         frozenset({0}), frozenset({1}), frozenset({2}),
