@@ -71,11 +71,8 @@ class ReceiptDesk:
 
     def note(self, reply: ClientReply) -> None:
         """Take the receipts of one reply; differences are logged and kept."""
-        if (
-            reply.status == "refused"
-            and not reply.ledger_receipts
-            and (reply.error or {}).get("error") in _NOTHING_SPENT
-        ):
+        free = reply.status == "refused" and (reply.error or {}).get("error") in _NOTHING_SPENT
+        if free and self._round not in _rounds_of(reply):
             self._mirror.declined(reply.client, self._run_id, self._round)
         if reply.status == "ok" and not reply.ledger_receipts:
             text = "answered without a signed receipt; its rounds count as asked for"
@@ -141,6 +138,16 @@ class ReceiptDesk:
             }
             for report in self.reports()
         }
+
+
+def _rounds_of(reply: ClientReply) -> set[Any]:
+    """Return the rounds that a reply's receipts name (unchecked; the mirror judges them)."""
+    found = [one.get("receipt") for one in reply.ledger_receipts or ()]
+    return {one.get("server_round") for one in found if isinstance(one, Mapping) and _is_round(one)}
+
+
+def _is_round(receipt: Mapping[str, Any]) -> bool:
+    return type(receipt.get("server_round")) is int
 
 
 def _plain(value: float) -> float | str:
