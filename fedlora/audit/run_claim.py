@@ -23,23 +23,29 @@ class RunClaim:
 
     Attributes:
         epsilon: largest epsilon of a client that the run states; None if it has not ended or claims none.
-        delta: of it.
+        delta: that the run states beside it.
+        counted_at: delta at which its ledgers count, the budget's.
         from_events: largest epsilon over clients, recomputed here from the events in `ledger-mirror.json`.
         status: how the run ended, "unfinished" without a summary.
     """
 
     epsilon: float | None
     delta: float | None
+    counted_at: float
     from_events: float | None
     status: str
 
     def check(self) -> SelfCheck:
         """Return whether the run states at least what its own events imply."""
         name = "the run's claim"
-        if self.from_events is None:
+        if self.status == "unfinished" or self.from_events is None:
             return SelfCheck(name, True, f"{self.status}; no events to recompute an epsilon from")
         stated = "none" if self.epsilon is None else f"{self.epsilon:.6g}"
         detail = f"stated {stated}, its events imply {self.from_events:.6g}"
+        if self.delta != self.counted_at:
+            return SelfCheck(
+                name, False, f"stated at delta {self.delta}, counted at {self.counted_at}; {detail}"
+            )
         if self.epsilon is None:
             return SelfCheck(name, self.status != "finished", f"{self.status}; {detail}")
         return SelfCheck(name, self.epsilon >= self.from_events * (1.0 - _ROUNDING), detail)
@@ -60,6 +66,7 @@ def read_claim(folder: Path, config: FedLoraConfig) -> RunClaim:
     return RunClaim(
         epsilon=_number(summary.get("epsilon")),
         delta=_number(statement.get("delta")),
+        counted_at=0.0 if isinstance(config.privacy, NoPrivacy) else config.privacy.budget.delta,
         from_events=_largest(mirror, config),
         status=str(summary.get("status", "unfinished")),
     )
@@ -78,7 +85,7 @@ def _largest(mirror: Mapping[str, Any], config: FedLoraConfig) -> float | None:
                 parts = [(Event.from_json(one["event"]), int(one["steps"])) for one in events]
                 report = epsilon_of(
                     compose(parts),
-                    privacy.target_delta,
+                    privacy.budget.delta,
                     adjacency=privacy.adjacency,
                     accountant=privacy.accountant,
                 )
@@ -93,7 +100,8 @@ def _largest(mirror: Mapping[str, Any], config: FedLoraConfig) -> float | None:
 def hold_to_claim(verdict: Verdict, claim: RunClaim) -> Verdict:
     """Return the verdict of an attack on the run's mechanism, judged by what the run itself states too.
 
-    The attacked steps are at most the run's, so a bound above the run's own epsilon breaks the run's claim.
+    The attacked steps are at most the run's, so a bound above the run's own epsilon breaks the run's claim, provided
+    that the bound is for a delta at least as large as the claim's.
     """
     conditions = {
         **verdict.conditions,
@@ -103,6 +111,8 @@ def hold_to_claim(verdict: Verdict, claim: RunClaim) -> Verdict:
     }
     held = replace(verdict, conditions=conditions)
     if claim.epsilon is None or verdict.claimed_epsilon is None or claim.epsilon >= verdict.claimed_epsilon:
+        return held
+    if verdict.delta is None or not (claim.counted_at <= verdict.delta):
         return held
     return replace(
         held, claimed_epsilon=claim.epsilon, verdict=judge(claim.epsilon, verdict.lower_bound, verdict.power)

@@ -16,7 +16,10 @@ UNCLIPPED: Final = (
 
 
 def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
-    """Return what a configuration's epsilon means; it goes wherever the figure goes.
+    """Return what a run's epsilon means; it goes wherever the figure goes.
+
+    A run's epsilon comes from ledgers, which count at the budget's delta; `target_delta`, at which the noise was
+    chosen, may be smaller and is then stated beside it.
 
     Args:
         config: resolved configuration. PUBLIC.
@@ -27,14 +30,16 @@ def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
     record = isinstance(privacy, RecordPrivacy)
     seeded = privacy.noise_source == "seeded-test-only"
     bound = getattr(config.mechanism, "gradient_bound", None)
-    stated = {} if bound is None else {"assumption": UNCLIPPED.format(bound=bound)}
+    stated: dict[str, Any] = {} if bound is None else {"assumption": UNCLIPPED.format(bound=bound)}
+    if privacy.target_delta != privacy.budget.delta:
+        stated["target_delta"] = privacy.target_delta
     return {
         "privacy": "NO PRIVACY: seeded test noise" if seeded else "differential privacy",
         "mechanism": config.mechanism.kind,
         "unit": _unit(config),
         "adjacency": privacy.adjacency,
         "adversary": _adversary(config),
-        "delta": privacy.target_delta,
+        "delta": privacy.budget.delta,
         "accountant": privacy.accountant,
         "budget": {
             "epsilon": privacy.budget.epsilon,

@@ -180,8 +180,21 @@ def _verdict(bound, claimed, power=1.0):
     ],
 )
 def test_a_verdict_is_held_against_the_smaller_claim(stated, bound, word, claimed):
-    held = hold_to_claim(_verdict(bound, 2.0), RunClaim(stated, 1e-5, stated, "finished"))
+    held = hold_to_claim(_verdict(bound, 2.0), RunClaim(stated, 1e-5, 1e-5, stated, "finished"))
     assert (held.verdict, held.claimed_epsilon) == (word, claimed)
+
+
+def test_a_bound_for_a_smaller_delta_says_nothing_about_a_claim_at_a_larger_one():
+    claim = RunClaim(0.5, 1e-3, 1e-3, 0.5, "finished")
+    assert hold_to_claim(_verdict(1.0, 2.0), claim).verdict == "passed"
+
+
+def test_a_claim_at_another_delta_than_the_ledgers_fails():
+    assert RunClaim(3.0, 1e-5, 1e-5, 3.0, "finished").check().passed
+    assert not RunClaim(3.0, 1e-6, 1e-5, 3.0, "finished").check().passed
+    assert not RunClaim(2.9, 1e-5, 1e-5, 3.0, "finished").check().passed
+    assert not RunClaim(None, 1e-5, 1e-5, 3.0, "finished").check().passed
+    assert RunClaim(None, None, 1e-5, 3.0, "unfinished").check().passed
 
 
 def test_power_is_measured_until_it_is_decided():

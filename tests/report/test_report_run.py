@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -69,7 +70,7 @@ def test_intrinsic_noise_is_that_of_the_tangent_space(prism_run):
 
 
 @pytest.mark.parametrize(
-    ("kind", "aggregation"), [("lora_fa", "mean_b"), ("factor", "product"), ("noisy_projection", "mean_b")]
+    ("kind", "aggregation"), [("lora_fa", "mean_b"), ("factor", "product"), ("noisy_projection", "product")]
 )
 def test_intrinsic_noise_equals_what_the_mechanisms_noise_does_to_the_weights(
     tiny_world, tmp_path, kind, aggregation
@@ -83,7 +84,7 @@ def test_intrinsic_noise_equals_what_the_mechanisms_noise_does_to_the_weights(
     mechanism = {"kind": kind}
     if kind == "noisy_projection":
         mechanism |= {
-            "projection_source": "shared",
+            "projection_source": "client",  # a projection of its own for every draw
             "head_max_grad_norm": 1.0,
             "head_noise_multiplier": 1.0,
         }
@@ -98,7 +99,7 @@ def test_intrinsic_noise_equals_what_the_mechanisms_noise_does_to_the_weights(
     own, payload = bench.mechanism, bench.initial_payload()
     draws = 300
     energy = []
-    for _ in range(4 if kind == "noisy_projection" else 1):
+    for _ in range(2):
         state = own.stages.prepare(own, own.stages.open(own, bench.adapted, payload, draws))
         update = own.noise(state, _nothing(own, state, draws), [OsNoise()] * draws)
         total = torch.zeros(draws, dtype=torch.float64)
@@ -178,6 +179,18 @@ def test_conditions_follow_the_configuration(tiny_world, tmp_path):
     assert "draws each projection honestly" in str(
         conditions_of(configuration(tiny_world, tmp_path, mechanism=shared))["adversary"]
     )
+
+
+def test_the_stated_delta_is_the_one_at_which_ledgers_count(tiny_world, tmp_path):
+    """A run's epsilon is the ledgers', at the budget's delta, even where the noise was chosen for a smaller one."""
+    privacy = {"target_delta": 1e-6, "budget": {"epsilon": 50.0, "delta": 1e-4, "on_exhausted": "refuse"}}
+    config = configuration(tiny_world, tmp_path, privacy=privacy, federation={"rounds": 1})
+    done = simulate(config, in_process=True)
+    assert done.statement["delta"] == 1e-4
+    assert done.statement["target_delta"] == 1e-6
+    stored = json.loads((done.folder / "ledger.json").read_text())["accounts"]
+    assert {one["delta"] for one in stored} == {1e-4}
+    assert max(one["epsilon"] for one in stored) == done.epsilon
 
 
 def test_a_stated_bound_is_repeated_as_an_assumption(tiny_world, tmp_path):
