@@ -38,6 +38,12 @@ app = typer.Typer(
     help="Start one site's connection to the server.", rich_markup_mode=None, add_completion=False
 )
 
+GAVE_UP = "SuperNode terminated gracefully"
+"""All that Flower 1.42's SuperNode says, before it was let in, when the server refuses its signature."""
+BAD_SIGNATURE = (
+    "the server refused the signature; compare this machine's clock with the server's, then the key"
+)
+
 REFUSALS: tuple[tuple[str, type[FedLoraError], str], ...] = (
     (
         "[code: 2004]",
@@ -49,11 +55,6 @@ REFUSALS: tuple[tuple[str, type[FedLoraError], str], ...] = (
         "[code: 2001]",
         AuthenticationError,
         "the server accepts registered keys only; ask its operator to allow it",
-    ),
-    (
-        "Invalid SuperNode authentication",
-        AuthenticationError,
-        "the server refused the signature; compare this machine's clock with the server's, then the key",
     ),
     (
         "certificate has expired",
@@ -255,7 +256,7 @@ class _Life:
         self._pause, self._reached = 1.0, time.monotonic()
         self._began = self._reached
         self._seen: list[str] = []
-        self._activated = threading.Event()
+        self._activated, self._alone = threading.Event(), False
         self.reason = ""
 
     def once(self, stop: StopSignals, trainer: Child | None) -> bool:
@@ -270,6 +271,7 @@ class _Life:
         self._began = time.monotonic()
         try:
             asked = _watch(child, stop, trainer, wedged)
+            self._alone = not asked and child.poll() is not None
         finally:
             child.stop()
         if asked:
@@ -286,6 +288,8 @@ class _Life:
         """
         settings, now = self._settings, time.monotonic()
         error, self.reason = _reason(self._seen)
+        if error is None and self._gave_up():
+            error, self.reason = AuthenticationError, BAD_SIGNATURE
         self.state.update(status="down", reason=self.reason)
         self._audit.write("client down", reason=self.reason)
         if self._activated.is_set():
@@ -302,11 +306,16 @@ class _Life:
         pause, self._pause = self._pause, min(15.0 if patient else 60.0, self._pause * 2)
         return pause
 
+    def _gave_up(self) -> bool:
+        """Whether the SuperNode went by itself and without a word before the server had let it in."""
+        said = any(GAVE_UP in line for line in self._seen)
+        return said and self._alone and not self._activated.is_set()
+
     def _is_patient(self, now: float) -> bool:
         """Whether a refusal may only mean that the server still thinks that an earlier SuperNode is there."""
         accepted = self._settings.state / ACCEPTED_FILE
         known = accepted.exists() and accepted.read_text() == self._fingerprint
-        refused = any(NOT_ACTIVATED in line for line in self._seen)
+        refused = self._gave_up() or any(NOT_ACTIVATED in line for line in self._seen)
         return known and refused and now - self._reached < GRACE_SECONDS
 
 

@@ -53,7 +53,7 @@ def nodes(
         seen += lines
         if any(relay.ACTIVATED in line for line in lines):
             activated.set()  # type: ignore[attr-defined]
-        return SimpleNamespace(pid=1, stop=lambda: None)
+        return SimpleNamespace(pid=1, stop=lambda: None, poll=lambda: 0)
 
     monkeypatch.setattr(relay, "_start_node", start)
     monkeypatch.setattr(relay, "_watch", lambda *_: False)
@@ -97,3 +97,23 @@ def test_a_refusal_ends_at_once_or_after_the_grace_of_a_known_key(
     with pytest.raises(AuthenticationError):
         relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
     assert relay.GRACE_SECONDS <= clock.now - began < relay.GRACE_SECONDS + 60
+
+
+def test_a_refused_signature_is_told_although_the_supernode_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    nodes(monkeypatch, clock, lambda number: (2.0, ["Connection attempt failed", relay.GAVE_UP]))
+    with pytest.raises(AuthenticationError, match="clock"):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+
+
+def test_a_supernode_that_was_let_in_and_ends_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    def lives(number: int) -> tuple[float, list[str]]:
+        return (90.0, [f"{relay.ACTIVATED} 5", relay.GAVE_UP]) if number < 3 else (2.0, [relay.NOT_ACTIVATED])
+
+    started = nodes(monkeypatch, clock, lives)
+    with pytest.raises(AuthenticationError, match="does not know this key"):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert len(started) == 4

@@ -239,7 +239,7 @@ class Federation:
 
     def run_folder(self) -> Path:
         """Return the folder of the only run."""
-        return next((self.root / "runs").iterdir())
+        return next(path for path in (self.root / "runs").iterdir() if path.is_dir())
 
     def rounds_done(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""

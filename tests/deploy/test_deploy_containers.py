@@ -190,7 +190,7 @@ def test_server_relay_and_trainer_train_a_round_by_their_images_commands(stack: 
         for process in processes:
             process.wait(60)
         subprocess.run(["ip", "netns", "del", space], check=False)
-    run = next((stack.volumes["server-state"] / "runs").iterdir())
+    run = next(path for path in (stack.volumes["server-state"] / "runs").iterdir() if path.is_dir())
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
     ledger_folder = stack.volumes["ledger-1"]
     secret = load_secret(ledger_folder / "ledger.secret")
