@@ -296,8 +296,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--features", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--gauge-steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--gauge-steps", type=int, default=15)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plots", type=Path)
     options = parser.parse_args()
