@@ -37,7 +37,9 @@ from fedlora.training.slots import keeps_slots
 def run(config: FedLoraConfig, *, with_base: bool = True) -> dict[str, Any]:
     """Train one configuration and return its row; the base model's figures can be left out."""
     if config.federation.clients_per_round != "all":
-        raise SystemExit("task_utility trains every client in every round; set federation.clients_per_round=all")
+        raise SystemExit(
+            "task_utility trains every client in every round; set federation.clients_per_round=all"
+        )
     federation = make_federation(config)
     prepared = complete(federation.config)
     config, bench = prepared.config, prepared.bench

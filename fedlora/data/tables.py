@@ -41,6 +41,7 @@ class DelimitedStore:
         csv.field_size_limit(_CSV_FIELD_LIMIT)
         self._path, self._delimiter = path, delimiter
         self._names = tuple(header) if header is not None else ()
+        self._refuse_twins()
         self._offsets, self._numbers = self._index(header is None)
         self.columns = self._names
 
@@ -113,6 +114,7 @@ class DelimitedStore:
                     continue
                 if with_header:
                     self._names, with_header = tuple(name.strip() for name in fields), False
+                    self._refuse_twins()
                     continue
                 if len(fields) != len(self._names):
                     text = f"has {len(fields)} fields where the header has {len(self._names)}"
@@ -120,6 +122,11 @@ class DelimitedStore:
                 offsets.append(place)
                 numbers.append(lines.number)
         return np.asarray(offsets, dtype=np.int64), np.asarray(numbers, dtype=np.int64)
+
+    def _refuse_twins(self) -> None:
+        twins = sorted({name for name in self._names if name and self._names.count(name) > 1})
+        if twins:
+            raise DataError(f"{self._path}: the header names {', '.join(map(repr, twins))} more than once")
 
     def _fault(self, number: int, text: str) -> DataError:
         return DataError(f"{Origin(str(self._path), number)}: {text}; content withheld")

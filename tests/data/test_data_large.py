@@ -159,6 +159,18 @@ def test_a_csv_that_changes_is_noticed(change: str, tmp_path: Path) -> None:
         rows.column("text")
 
 
+@pytest.mark.parametrize("stated", [None, ["text", "label", "text"]])
+def test_a_header_that_names_a_column_twice_is_refused(stated: list[str] | None, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label, text\nold,x,new\n")
+    with pytest.raises(DataError, match="the header names 'text' more than once"):
+        load({"kind": "file", "paths": [str(tmp_path / "a.csv")], "header": stated})
+
+
+def test_empty_columns_at_the_end_are_no_twins(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label,,\nred,x,,\n")
+    assert load({"kind": "file", "paths": [str(tmp_path / "a.csv")]})[0]["label"] == "x"
+
+
 def test_blank_lines_and_quotes_do_not_shift_records(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfid,text\r\n\r\n1,"a\r\n\r\nb"\r\n\r\n2,c\r\n')
