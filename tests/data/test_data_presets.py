@@ -80,8 +80,12 @@ def test_presets_run_in_short_form(
     from fedlora.simulation.run import simulate
 
     overrides = [*SHORT, f"run.dir={tmp_path}", "model.device=cpu", "federation.clients_per_round=3"]
-    if path.stem == "maths-gsm8k":
-        overrides += ["data.public_eval.max_new_tokens=8"]
+    if path.stem == "maths-gsm8k":  # a language model's cost is its tokens
+        overrides += [
+            "data.public_eval.max_new_tokens=4",
+            "data.public_eval.max_records=4",
+            "data.max_length=96",
+        ]
     config = open_preset(path, shared_dir / "data", monkeypatch, *overrides)
     need_model(config)
     result = simulate(config, in_process=True)
