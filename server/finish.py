@@ -16,6 +16,7 @@ from fedlora.simulation.prepare import make_federation
 from fedlora.simulation.run import open_clients_ledger
 from fedlora.simulation.settings import RunResult, ServerSettings
 from fedlora.training.port import Packet, encode_packet, where_it_failed
+from fedlora.training.starting import starting_warnings
 from fedlora.wire.codec import to_arrays
 from fedlora.wire.payload import AdapterPayload
 from server.folder import RunFolder, write_atomically, write_ledger
@@ -43,6 +44,7 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
         server.folder.write_json("ledger-receipts.json", receipts.table())
     if is_seeded(config):
         warnings.append("NO PRIVACY: the noise source is seeded for tests")
+    warnings += starting_warnings(config)
     save_payload(server.folder.path / "adapter.flr", server.strategy.payload)
     server.folder.write_json("ledger-mirror.json", server.answers.mirror.table())
     adapter = _export(server, warnings) if status != "stopped" else None

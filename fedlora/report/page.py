@@ -12,6 +12,7 @@ from typing import Any
 from fedlora.report.conditions import conditions_line
 from fedlora.report.figures import charts, partition, round_seconds, rounds_table, time_split, time_totals
 from fedlora.report.html import details, document, escape, grid, note, number, section, table_of
+from fedlora.report.risks import risk_rows, risks
 from fedlora.report.run_data import RunData
 
 
@@ -30,6 +31,7 @@ def render(data: RunData) -> str:
         _clients(data),
         partition(data),
         _audits(data),
+        risks(data),
         details("Configuration", f"<pre>{escape(data.config)}</pre>"),
         details("Environment", table_of(data.environment)),
     ]
@@ -45,6 +47,8 @@ def embedded_data(data: RunData) -> dict[str, Any]:
         "ledger": dict(data.ledger),
         "audits": list(data.audits),
         "partition": data.partition,
+        "specifications": dict(data.specifications),
+        "specification_risks": risk_rows(data),
         "environment": dict(data.environment),
         "derived": derived(data),
     }

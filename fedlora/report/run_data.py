@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class RunData:
         ledger: `ledger.json` of a simulation: the clients' own accounts with what is left of their budgets.
         audits: `audit*.json`, verdicts of attacks.
         partition: `partition.json` of a simulation: client to records per label, if it was written.
+        specifications: `specifications.json`: what the clients paid for specifications, if they did.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class RunData:
     ledger: Json
     audits: Sequence[Json]
     partition: Json | None
+    specifications: Json = field(default_factory=dict)
 
     def accounts(self) -> dict[str, Json]:
         """Return client to its ledger's account; empty where the run folder has no ledger (deployments)."""
@@ -89,6 +91,7 @@ def read_run(path: Path) -> RunData:
         ledger=_read(path / "ledger.json"),
         audits=audits,
         partition=_read(path / "partition.json") or None,
+        specifications=_read(path / "specifications.json"),
     )
 
 

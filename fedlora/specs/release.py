@@ -24,7 +24,7 @@ import fedlora.errors
 from fedlora.config import config_container
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig, LoraFaMechanism, NoPrivacy, RecordPrivacy
-from fedlora.errors import ConfigError, DataError, FedLoraError, PrivacyError
+from fedlora.errors import ConfigError, DataError, FedLoraError, LedgerError, PrivacyError
 from fedlora.simulation.prepare import Prepared, complete
 from fedlora.specs.types import PrivacyStatement, Specification, statement_from_event
 from fedlora.specs.vectors import specification_vector
@@ -138,6 +138,7 @@ def release_specification(
     reply = make_trainer(resolved).handle(request).replies[0]
     if reply.status != "ok" or reply.payload is None:
         raise _raised(reply)
+    _check_reply(prepared, reply)
     statement = _statement(prepared, reply)
     facts: dict[str, str | int | float] = {
         "base_model": resolved.model.name_or_path,
@@ -181,6 +182,22 @@ def _check_label(label: Label) -> None:
         label.name, np.ones(1, np.float32), label.kind, "-", "-", "none", PrivacyStatement("none"), label.licence,
         dict(label.metadata or {}),
     )  # fmt: skip
+
+
+def _check_reply(prepared: Prepared, reply: ClientReply) -> None:
+    """Require that what came back is this very release: a kept reply could belong to another request of that name.
+
+    Raises:
+        LedgerError: if its event, lora_A or layers differ from what was asked for.
+    """
+    bench, payload = prepared.bench, reply.payload
+    fits = payload is not None and payload.kind == "lora_b" and payload.recipe == bench.adapted.recipe.sha256
+    fits = fits and payload is not None and dict(payload.modules) == dict(bench.layout.modules)
+    private = not isinstance(prepared.config.privacy, NoPrivacy)
+    if not fits or (private and reply.event != bench.event.to_json()):
+        raise LedgerError(
+            "specification: the ledger keeps another release under this name and configuration; choose another --name"
+        )
 
 
 def _statement(prepared: Prepared, reply: ClientReply) -> PrivacyStatement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from fedlora.specs.release import Label, describe
 from fedlora.specs.types import NotInDockError, PrivacyStatement, Specification
 from fedlora.training.starting import adapter_file, read_adapter
 
+_PLAIN_PATH = re.compile(r"[\w./@:+~-]+")
+"""Entries come from others, and the path becomes part of a command line."""
 ADAPTER = "adapter"
 ADAPTER_SHA256 = "adapter_sha256"
 
@@ -68,9 +71,12 @@ def run_statement(run: Path) -> PrivacyStatement:
             stated.get("assumption") or stated.get("note") or stated.get("privacy") or "no statement"
         )
         return PrivacyStatement("none", conditions=(reason,))
+    own = stated.get(
+        "epsilon_from_this_runs_events"
+    )  # a budget's calendar window may hold less than the whole run
     return PrivacyStatement(
         "dp",
-        epsilon=float(epsilon),
+        epsilon=max(float(epsilon), float(own) if isinstance(own, int | float) else 0.0),
         delta=float(stated["delta"]),
         unit=str(stated["unit"]),
         adjacency=str(stated["adjacency"]),
@@ -104,6 +110,11 @@ def checked_adapter(match: Match) -> str:
         DataError: if it is not there or is another file than the one that was added.
     """
     place = str(match.metadata[ADAPTER])
+    if not _PLAIN_PATH.fullmatch(place):
+        raise DataError(
+            f"entry {match.name!r}: its adapter's path has characters other than letters, digits and ./@:+~-_; "
+            "copy the adapter to a plain path and set adapter.init_from yourself"
+        )
     expected = match.metadata.get(ADAPTER_SHA256)
     if file_sha256(adapter_file(place)) != expected:
         raise DataError(

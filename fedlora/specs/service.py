@@ -35,6 +35,7 @@ MAX_BODY_BYTES: Final = MAX_ENTRY_BYTES
 BODY_SECONDS: Final = 10.0
 """A body has to be complete within this time."""
 MIN_TOKEN: Final = 16
+_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 _OPEN_PATHS: Final = frozenset({"/healthz"})
 _SHOWN: Final = 80
 """Characters of a field's name that an error message repeats."""
@@ -121,7 +122,7 @@ class _Gate:
         length = headers.get(b"content-length")
         if length is not None and (not length.isdigit() or len(length) > 15 or int(length) > MAX_BODY_BYTES):
             return JSONResponse({"error": f"a body may have at most {MAX_BODY_BYTES} bytes"}, 413, _CLOSE)
-        if length is None and (scope["method"] != "GET" or b"transfer-encoding" in headers):
+        if length is None and (scope["method"] in _WITH_BODY or b"transfer-encoding" in headers):
             return JSONResponse({"error": "a body needs a Content-Length"}, 411, _CLOSE)
         return None
 
@@ -139,6 +140,8 @@ class _Gate:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 return JSONResponse({"error": "the body did not arrive in time"}, 408, _CLOSE)
+            if message["type"] == "http.disconnect":  # what came so far is not the request
+                return JSONResponse({"error": "the body is not complete"}, 400, _CLOSE)
             body += message.get("body", b"")
             if len(body) > MAX_BODY_BYTES:
                 return JSONResponse({"error": f"a body may have at most {MAX_BODY_BYTES} bytes"}, 413, _CLOSE)

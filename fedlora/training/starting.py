@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from fedlora.config import load_config
+from fedlora.config.schema import FedLoraConfig, NoPrivacy
 from fedlora.errors import ConfigError, DataError, LayoutMismatchError
 from fedlora.training.port import decode_packet
 from fedlora.training.session import Workbench
@@ -98,3 +100,21 @@ def _same_labels(bench: Workbench, place: str) -> bool:
     mine = bench.config
     same = theirs.data.labels == mine.data.labels and theirs.model.num_labels == mine.model.num_labels
     return same and theirs.model.task == mine.model.task
+
+
+def starting_warnings(config: FedLoraConfig) -> tuple[str, ...]:
+    """Return what a reader of the run's epsilon must know about the adapter that it started from."""
+    place = config.adapter.init_from
+    if place is None or isinstance(config.privacy, NoPrivacy):
+        return ()
+    try:
+        summary = json.loads((Path(place) / "summary.json").read_text(encoding="utf-8"))
+        private = (summary.get("statement") or {}).get("privacy") == "differential privacy"
+    except (OSError, ValueError, AttributeError):
+        private = False
+    if private:
+        return ()
+    return (
+        f"started from {place}, which states no privacy: this run's epsilon does not cover what that adapter shows of "
+        "the records it was trained on",
+    )

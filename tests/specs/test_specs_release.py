@@ -166,6 +166,31 @@ def test_a_repeated_release_gives_the_same_bytes_and_costs_nothing(values, ledge
     assert [row.steps_charged for row in report_of(ledger).rounds] == [3, 3, 4]
 
 
+def test_a_kept_reply_of_another_request_is_not_taken_for_the_release(values, ledger):
+    from dataclasses import replace
+
+    from fedlora.errors import LedgerError
+
+    class Other:
+        """Answers as a ledger would that keeps a release with less noise under the same name."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def handle(self, request):
+            whole = self.inner.handle(request)
+            event = PoissonGaussianEvent(0.1, 0.2).to_json()
+            return replace(whole, replies=tuple(replace(one, event=event) for one in whole.replies))
+
+    with pytest.raises(LedgerError, match="another release"):
+        release_specification(
+            config_from_container(values),
+            Label("x"),
+            CLIENT,
+            lambda resolved: Other(local_trainer(resolved, CLIENT, ledger, "label")),
+        )
+
+
 def test_without_a_ledger_a_private_specification_is_refused(values):
     with pytest.raises(PrivacyError, match="charged before data is read"):
         release(values, None)
@@ -339,6 +364,38 @@ def test_the_specification_and_the_run_add_up_in_the_clients_budget(values, help
     )
 
 
+def test_the_report_shows_the_risks_of_paid_specifications_with_their_assumptions(
+    values, helpers, world, tmp_path
+):
+    from fedlora.report.page import embedded_data, render
+    from fedlora.report.run_data import read_run
+    from fedlora.simulation.run import open_clients_ledger, simulate
+
+    values["privacy"]["noise_multiplier"] = 60.0
+    config = config_from_container(values)
+    book = open_clients_ledger(config, None)
+    release_specification(config, Label("mine"), CLIENT, lambda c: local_trainer(c, CLIENT, book, "label"))
+    book.close()
+    result = simulate(config_from_container(run_values(helpers, world, tmp_path)), in_process=True)
+    data = read_run(result.folder)
+    (row,) = embedded_data(data)["specification_risks"]
+    epsilon = row["epsilon"]
+    assert row["risk_paper"] == pytest.approx(math.expm1(epsilon) + DELTA)
+    assert row["risk_tight"] == pytest.approx((math.expm1(epsilon) + 2 * DELTA) / (math.exp(epsilon) + 1))
+    assert row["risk_tight"] < row["risk_paper"] < 1
+    page = render(data)
+    for text in ("Risks of the specifications", "Theorem 4.2", "Theorem 4.3", "assumes"):
+        assert text in page
+    path = result.folder / "specifications.json"
+    for bad in ("inf", None, True, -1):
+        content = json.loads(path.read_text())
+        content["specifications"][0]["epsilon"] = bad
+        path.write_text(json.dumps(content))
+        assert embedded_data(read_run(result.folder))["specification_risks"][0]["risk_tight"] == 1.0
+    path.unlink()
+    assert "Risks of the specifications" not in render(read_run(result.folder))
+
+
 def test_each_group_trains_its_own_adapter_and_starts_from_its_match(helpers, world, tmp_path):
     from fedlora.simulation.run import simulate
     from fedlora.training.starting import read_adapter
@@ -365,6 +422,29 @@ def test_each_group_trains_its_own_adapter_and_starts_from_its_match(helpers, wo
     other = helpers.merge(base, {"run": {"seed": 4}, "adapter": {"init_from": str(first.folder)}})
     with pytest.raises(LayoutMismatchError, match="recipe"):
         simulate(config_from_container(other), in_process=True)
+
+
+def test_a_start_without_privacy_is_told_beside_the_epsilon(helpers, world, tmp_path):
+    from fedlora.training.starting import starting_warnings
+
+    base = run_values(helpers, world, tmp_path)
+    start = tmp_path / "start"
+    start.mkdir()
+    private = config_from_container(helpers.merge(base, {"adapter": {"init_from": str(start)}}))
+    assert "does not cover" in starting_warnings(private)[0]
+    (start / "summary.json").write_text(json.dumps({"statement": {"privacy": "differential privacy"}}))
+    assert starting_warnings(private) == ()
+    assert starting_warnings(config_from_container(base)) == ()
+
+
+@pytest.mark.parametrize("place", ["runs/a privacy.target_epsilon=90", "a;b", "$(x)", "a\nb", ""])
+def test_a_path_from_an_entry_cannot_add_to_a_command_line(place):
+    from fedlora.specs.dock import Match
+    from fedlora.specs.runs import checked_adapter
+
+    found = Match("m", 1.0, "MIT", PrivacyStatement("none"), {"adapter": place, "adapter_sha256": "0"})
+    with pytest.raises(DataError):
+        checked_adapter(found)
 
 
 def test_a_head_comes_along_only_with_the_same_labels(helpers, world, tmp_path):

@@ -215,29 +215,52 @@ def test_a_minute_of_mixed_load_leaves_memory_flat(tmp_path):
     run_flood(tmp_path, 60.0)
 
 
-def test_a_body_that_does_not_arrive_is_given_up_in_time(tmp_path):
+def answer_of(folder: Path, receive, length: int) -> tuple[int, int]:
+    """Return (status, entries stored) of one POST whose body `receive` gives."""
     from fedlora.specs.dock import Dock
     from fedlora.specs.service import make_app
 
-    dock = Dock(tmp_path / "dock.sqlite")
-    app = make_app(dock, (TOKEN,), body_seconds=0.05)
+    dock = Dock(folder / "dock.sqlite")
     sent: list[dict] = []
-
-    async def receive():
-        await asyncio.sleep(60)
 
     async def reply(message):
         sent.append(message)
 
-    headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-length", b"10")]
+    headers = [
+        (b"authorization", f"Bearer {TOKEN}".encode()), (b"content-length", str(length).encode()),
+        (b"content-type", b"application/json"),
+    ]  # fmt: skip
+    path = "/v1/specifications"
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/match",
-        "raw_path": b"/v1/match", "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
         "server": ("localhost", 80), "client": ("localhost", 1),
     }  # fmt: skip
-    asyncio.run(asyncio.wait_for(app(scope, receive, reply), 5))
-    assert sent[0]["status"] == 408
+    app = make_app(dock, (TOKEN,), body_seconds=0.2)
+    asyncio.run(asyncio.wait_for(app(scope, receive, reply), 10))
+    found = (sent[0]["status"], len(dock))
     dock.close()
+    return found
+
+
+def test_a_body_that_does_not_arrive_is_given_up_in_time(tmp_path):
+    async def receive():
+        await asyncio.sleep(60)
+
+    assert answer_of(tmp_path, receive, 10) == (408, 0)
+
+
+def test_what_came_before_a_lost_connection_is_not_a_request(tmp_path):
+    whole = json.dumps(entry("a", np.random.default_rng(0))).encode()
+    messages = [
+        {"type": "http.request", "body": whole, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive():
+        return messages.pop(0)
+
+    assert answer_of(tmp_path, receive, len(whole) + 5) == (400, 0)
 
 
 def test_a_full_dock_takes_no_more(tmp_path):
