@@ -54,6 +54,7 @@ from fedlora.training.session import (
     build_workbench,
     check_claims,
     check_clients,
+    layers_alone,
     read_config,
     same_container,
 )
@@ -227,6 +228,7 @@ class Trainer:
             self._session = None
             bench = build_workbench(config)
             self._policy.check_base(bench.base.fingerprint)
+            self._policy.check_layers(config, layers_alone(bench))
             check_claims(bench)
             if isinstance(config.privacy, RecordPrivacy):
                 require_selfchecks(bench)
@@ -267,7 +269,7 @@ class Trainer:
 
     def _unfit(self, session: Session, clients: Sequence[str]) -> dict[str, ClientReply]:
         """Fail clients with a record that does not fit the task: all records decide, never a draw of some."""
-        check = getattr(self._shelf, "check", None)
+        check: Any = getattr(self._shelf, "check", None)
         found: dict[str, ClientReply] = {}
         for client in clients if check is not None else ():
             try:
