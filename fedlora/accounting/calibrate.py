@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fedlora.accounting import _checks, accountant, floor
 from fedlora.accounting.events import Event
-from fedlora.accounting.reports import Adjacency
+from fedlora.accounting.reports import Adjacency, compose
 from fedlora.accounting.search import Unreachable, largest_count, smallest
 from fedlora.errors import AccountingError
 
@@ -132,15 +132,11 @@ def max_steps_within(
     limit = _checks.integer("at_most", at_most, at_most=_MOST_STEPS)
     accountant.require_chargeable(accountant.parts_of([*before, (event, 1)]))
 
-    def cheap(count: int) -> float:
-        return accountant.rdp_epsilon(accountant.parts_of([*before, (event, count)]), probability, relation)
+    def make(count: float) -> Event:
+        return compose([*before, (event, int(count))])
 
-    def full(count: int) -> float:
-        return accountant.epsilon_of(
-            [*before, (event, count)], probability, adjacency=relation, accountant=accountant_name
-        ).epsilon
-
-    return largest_count(full, cheap, target, limit)
+    full = _Full(make, probability, relation, accountant_name)
+    return largest_count(full, _guides(make, probability, relation)[0], target, limit)
 
 
 def max_sample_rate(

@@ -25,7 +25,7 @@ from fedlora.accounting.reports import Adjacency
 
 _NODES = 48
 _LARGEST_GRID = 40_000
-_STEPS = 1000.0
+_STEPS = 1500.0
 _PASSES = 3
 
 
@@ -273,7 +273,7 @@ def epsilon(
         if value is None:
             break
         best = min(best, value)
-        if not _interval(best, coarse) < _interval(guess, coarse):
+        if not _interval(best, coarse) < 0.9 * _interval(guess, coarse):
             break
     return None if math.isinf(best) else best
 
@@ -306,7 +306,9 @@ def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: floa
 
 def _interval(guess: float, coarse: float) -> float:
     """Discretisation for an answer of about `guess`."""
-    return pld.nice(min(2.0e-3, max(1.0e-5, min(guess, 1.0e4) / _STEPS)) * coarse)
+    wanted = min(2.0e-3, max(1.0e-5, min(guess, 1.0e4) / _STEPS)) * coarse
+    unit = 10.0 ** (math.floor(math.log10(wanted)) - 1)  # two digits, so that the answer hardly jumps
+    return math.ceil(wanted / unit * (1.0 - 1e-9)) * unit
 
 
 def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float) -> tuple[Any, float] | None:
@@ -316,7 +318,7 @@ def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float
         composed = _compose(parts, interval, adjacency)
         if composed is not None:
             return composed
-        interval = pld.nice(interval * 2.0)
+        interval *= 2.0
     return None
 
 

@@ -14,6 +14,11 @@ class Unreachable(Exception):
     """The target is not met at the largest value allowed."""
 
 
+_TURNS = 7
+_GRID_NOISE = 0.005
+"""A discretised bound moves by steps of this size; a private value that near to the target is as good as it gets."""
+
+
 @dataclass(frozen=True)
 class Bracket:
     """Values on both sides of the root with their epsilons; `high` is the private side."""
@@ -62,7 +67,8 @@ def _by_secants(
 ) -> float | None:
     """Secants of the full bound in log-log, the first one with the guide's slope; None if they do not settle."""
     x, low, points = start, 0.0, dict[float, float]()
-    for _ in range(9):
+    good: tuple[float, float] | None = None
+    for _ in range(_TURNS):
         value = full(x)
         if not 0.0 < value < math.inf:
             return None
@@ -75,8 +81,10 @@ def _by_secants(
             low = max(low, x)
         elif x <= max(root, low) * (1.0 + width):
             return x
+        elif good is None or x < good[0]:
+            good = (x, value)
         x = min(max(root * (1.0 + 0.3 * width), low * (1.0 + 0.3 * width), limits[0]), limits[1])
-    return None
+    return good[0] if good is not None and good[1] >= (1.0 - _GRID_NOISE) * target else None
 
 
 def _slope(points: dict[float, float], guide: Callable[[float], float], x: float) -> float | None:
@@ -166,41 +174,57 @@ def _between(x: Bracket, target: float, turn: int, width: float) -> float:
 
 
 def largest_count(
-    full: Callable[[int], float], cheap: Callable[[int], float], target: float, limit: int
+    full: Callable[[float], float], guide: Callable[[float], float], target: float, limit: int
 ) -> int:
-    """The largest count found at which the full bound was seen to meet the target; the next one was seen not to.
+    """Return the largest count found at which the full bound was seen to meet the target, 0 if none.
 
-    The cheap bound, scaled by the ratio of the two at the last point, says where to look next.
+    Args:
+      full: the bound that counts; grows with the count.
+      guide: a cheap bound, to start from.
+      target: >= 0.
+      limit: largest count of interest.
     """
     good, bad = 0, limit + 1
-    count, turn = _by_doubling(lambda n: cheap(n) <= target, 0, limit + 1), 0
-    count = max(1, count)
-    while True:
+    count = max(1, _by_doubling(lambda n: guide(n) <= target, bad))
+    points: dict[float, float] = {}
+    for turn in range(1, 200):
         value = full(count)
         good, bad = (max(good, count), bad) if value <= target else (good, min(bad, count))
-        if bad - good <= 1:
-            return good
-        rough = cheap(count)
-        scale = value / rough if 0.0 < value < math.inf and 0.0 < rough < math.inf else 1.0
-        level = target / scale
-        guess = _by_doubling(lambda n, most=level: cheap(n) <= most, good, bad)  # type: ignore[misc]
-        turn += 1
-        if turn % 3 == 0 and turn > 3:
-            guess = (good + bad) // 2 if bad <= limit else 2 * max(good, 1)
-        elif guess <= good:
-            guess = good + 1
+        if bad - good <= 1 or (turn >= _TURNS and bad - good <= _GRID_NOISE * good):
+            break
+        if 0.0 < value < math.inf and target > 0.0:
+            points[math.log(count)] = math.log(value / target)
+        middle = (good + bad) // 2 if bad <= limit else 2 * max(good, 1)
+        guess = middle if turn % 4 == 0 else _guess_count(points, guide, middle)
         count = min(max(guess, good + 1), bad - 1)
+    return good
 
 
-def _by_doubling(fits: Callable[[int], bool], good: int, bad: int) -> int:
-    """The largest count in [good, bad) that fits, taking `good` as fitting and counts as monotone."""
-    step = 1
-    while good + step < bad and fits(good + step):
-        good, step = good + step, 2 * step
-    high = min(bad, good + step)
-    while high - good > 1:
-        middle = (good + high) // 2
-        good, high = (middle, high) if fits(middle) else (good, middle)
+def _guess_count(points: dict[float, float], guide: Callable[[float], float], middle: int) -> int:
+    """Where a line in log-log through the two points nearest to the root meets it; by the guide's slope at first."""
+    near = sorted(points.items(), key=lambda point: abs(point[1]))[:2]
+    if not near:
+        return middle
+    (at, gap), *other = near
+    count = math.exp(at)
+    if other:
+        slope = (gap - other[0][1]) / (at - other[0][0])
+    else:
+        here, there = guide(round(count)), guide(round(1.1 * count) + 1)
+        rising = 0.0 < here < there < math.inf
+        slope = math.log(there / here) / math.log((round(1.1 * count) + 1) / round(count)) if rising else 0.0
+    return int(count * math.exp(max(-5.0, min(5.0, -gap / slope)))) if slope > 1e-3 else middle
+
+
+def _by_doubling(fits: Callable[[int], bool], end: int) -> int:
+    """The largest count below `end` that fits, 0 if none, by doubling and bisection (fitting taken as monotone)."""
+    good, bad = 0, 1
+    while bad < end and fits(bad):
+        good, bad = bad, 2 * bad
+    bad = min(bad, end)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good
 
 

@@ -136,7 +136,8 @@ def composed(
     *,
     adjacency: Adjacency = Adjacency.ADD_OR_REMOVE,
     accountant: str = "best",
+    coarse: float = 1.0,
 ) -> float:
-    """Return the epsilon of the published recipe over `steps` steps."""
+    """Return the epsilon of the published recipe over `steps` steps; arguments as in `epsilon_of`."""
     gaussian_event, left = composed_gaussian(event, steps, delta, adjacency=adjacency)
-    return epsilon_of(gaussian_event, left, adjacency=adjacency, accountant=accountant).epsilon
+    return epsilon_of(gaussian_event, left, adjacency=adjacency, accountant=accountant, coarse=coarse).epsilon

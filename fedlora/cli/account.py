@@ -13,7 +13,6 @@ import typer
 from fedlora.accounting import (
     GaussianEvent,
     M1Event,
-    NoisyProjectionEvent,
     PaveEvent,
     PoissonGaussianEvent,
     ProjectionGroup,
@@ -23,19 +22,12 @@ from fedlora.accounting import (
     m1,
     pave,
     sketch,
-    theorem5,
     vector,
 )
-from fedlora.accounting.reports import Adjacency, EpsilonReport
+from fedlora.accounting.reports import Adjacency
 from fedlora.cli.account_calibrate import app as calibrate_app
 from fedlora.cli.account_common import (
-    AccountantOption,
-    AdjacencyOption,
-    ClipOption,
-    DeltaOption,
-    GroupOption,
-    PlotOption,
-    SweepOption,
+    described,
     event_of_groups,
     finish,
     layers_of,
@@ -43,6 +35,36 @@ from fedlora.cli.account_common import (
     run_plot,
     sampled_event,
 )
+from fedlora.cli.account_options import (
+    CHART,
+    AccountantOption,
+    AdjacencyOption,
+    AlignmentOption,
+    BoundOption,
+    ChangedOption,
+    ClipOption,
+    ColumnOption,
+    DeltaOption,
+    GroupOption,
+    LayerRankOption,
+    LayersOption,
+    LayerWidthOption,
+    NoiseOption,
+    OrderOption,
+    OutWidthOption,
+    PlotOption,
+    RankOption,
+    ResidualOption,
+    SampleRateOption,
+    SpanOption,
+    StepsOption,
+    SweepOption,
+    TauOption,
+    WidthOption,
+    guarded,
+    writable,
+)
+from fedlora.cli.account_projection import kind_of_bound, projection_curves, projection_report
 from fedlora.cli.common import JsonOption
 from fedlora.errors import PrivacyParameterError
 
@@ -60,18 +82,20 @@ app.add_typer(calibrate_app, name="calibrate")
 @app.command(
     epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1 --steps 1000 --delta 1e-5"
 )
+@guarded
 def gaussian(
-    noise_multiplier: Annotated[float, typer.Option(help="Noise standard deviation / clipping norm.")],
+    noise_multiplier: NoiseOption,
     delta: DeltaOption,
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Number of noised steps.")] = 1,
+    sample_rate: SampleRateOption = 1.0,
+    steps: StepsOption = 1,
     adjacency: AdjacencyOption = "add-or-remove",
     accountant: AccountantOption = "best",
     plot: PlotOption = None,
-    sweep: SweepOption = "steps:1:0:20",
+    sweep: SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Account for the (Poisson-sampled) Gaussian mechanism: DP-SGD, lora_fa, factor, prism, client-level noise."""
+    chart = writable(plot, sweep, "steps:1:0:20")
     relation = Adjacency.parse(adjacency)
     event = sampled_event(noise_multiplier, sample_rate, steps)
     with progress():
@@ -79,18 +103,12 @@ def gaussian(
     values = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
 
     def curves(v: dict[str, Any]) -> dict[str, float]:
-        one = epsilon_of(
-            sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"]), delta, adjacency=relation
-        )
-        renyi = epsilon_of(
-            sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"]),
-            delta,
-            adjacency=relation,
-            accountant="rdp",
-        )
-        return {"best bound": one.epsilon, "Renyi moments": renyi.epsilon}
+        one = sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"])
+        best = epsilon_of(one, delta, adjacency=relation, coarse=CHART)
+        renyi = epsilon_of(one, delta, adjacency=relation, accountant="rdp")
+        return {"best bound": best.epsilon, "Renyi moments": renyi.epsilon}
 
-    run_plot(plot, sweep, values, curves, "Sampled Gaussian mechanism")
+    run_plot(plot, chart, values, curves, "Sampled Gaussian mechanism")
     finish(report, values, as_json=as_json, plot=plot)
 
 
@@ -98,26 +116,26 @@ def gaussian(
     epilog="Example: fedlora account projection --width 768 --rank 8 --noise-multiplier 0.2 --sample-rate 0.01 "
     "--steps 1000 --delta 1e-5 --json"
 )
+@guarded
 def projection(
     delta: DeltaOption,
-    width: Annotated[int | None, typer.Option(help="In-width of the projected layers.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the fresh projection.")] = None,
+    width: LayerWidthOption = None,
+    rank: LayerRankOption = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise / clipping norm.")] = None,
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Number of noised steps.")] = 1,
-    out_width: Annotated[
-        int | None, typer.Option(help="Out-width; only the published bound uses it.")
-    ] = None,
+    sample_rate: SampleRateOption = 1.0,
+    steps: StepsOption = 1,
+    out_width: OutWidthOption = None,
     group: GroupOption = None,
     clip: ClipOption = None,
-    bound: Annotated[str, typer.Option(help="moment, profile (tighter, slower) or theorem5.")] = "moment",
+    bound: BoundOption = "moment",
     adjacency: AdjacencyOption = "add-or-remove",
     accountant: AccountantOption = "best",
     plot: PlotOption = None,
-    sweep: SweepOption = "noise_multiplier:0.2:4:20",
+    sweep: SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Account for the noisy projection with a fresh projection each step."""
+    """Account for the noisy projection with a fresh projection each step; never above the plain Gaussian's figure."""
+    chart = writable(plot, sweep, "noise_multiplier:0.2:4:12")
     relation = Adjacency.parse(adjacency)
     values: dict[str, Any] = {
         "width": width,
@@ -129,74 +147,47 @@ def projection(
     }
     event = event_of_groups(values, group, clip)
     with progress():
-        report = projection_report(event, values["steps"], delta, relation, bound, accountant)
+        report = projection_report(event, steps, delta, relation, bound, accountant)
 
     def curves(v: dict[str, Any]) -> dict[str, float]:
-        one = event_of_groups(v, group, clip)
-        kappa = max(g.kappa for g in one.groups)
-        plain = sampled_event(1.0 / kappa, v["sample_rate"], v["steps"])
-        return {
-            "profile bound": projection_report(one, v["steps"], delta, relation, "profile", "best").epsilon,
-            "moment bound": projection_report(one, v["steps"], delta, relation, "moment", "best").epsilon,
-            "Theorem 5": projection_report(one, v["steps"], delta, relation, "theorem5", "best").epsilon,
-            "Gaussian, no projection": epsilon_of(plain, delta, adjacency=relation).epsilon,
-        }
+        return projection_curves(event_of_groups(v, group, clip), v["steps"], delta, relation)
 
-    run_plot(plot, sweep, values, curves, "Noisy projection")
-    finish(report, values, as_json=as_json, plot=plot, extra={"bound": bound})
-
-
-def projection_report(
-    event: NoisyProjectionEvent,
-    steps: int,
-    delta: float,
-    adjacency: Adjacency,
-    bound: str,
-    accountant: str = "best",
-) -> EpsilonReport:
-    """Return one of the bounds for `steps` steps of a noisy projection.
-
-    Raises:
-      PrivacyParameterError: if `bound` is unknown.
-    """
-    if bound in ("moment", "profile"):
-        name = "moment" if bound == "moment" and accountant == "best" else accountant
-        return epsilon_of(event.times(steps), delta, adjacency=adjacency, accountant=name)
-    if bound != "theorem5":
-        raise PrivacyParameterError(f"bound: got {bound!r}, allowed is moment | profile | theorem5")
-    single = steps == 1 and len(event.groups) == 1 and event.sample_rate in (None, 1.0)
-    if single:
-        value = theorem5.one_shot(event, delta, adjacency=adjacency)
-    else:
-        value = theorem5.composed(event, steps, delta, adjacency=adjacency, accountant=accountant)
-    name = "Theorem 5, alpha optimised" if single else "Theorem 5, composition recipe"
-    return EpsilonReport(value, delta, name, adjacency, event.conditions, steps)
+    run_plot(plot, chart, values, curves, "Noisy projection")
+    extra = {"bound": kind_of_bound(report.accountant), "bound_asked": bound}
+    finish(report, described(event, values), as_json=as_json, plot=plot, extra=extra)
 
 
 @app.command(
     "vector",
     epilog="Example: fedlora account vector --width 400 --rank 32 --alignment 0.999 --delta 0.01 --json",
 )
+@guarded
 def vector_command(
-    width: Annotated[int, typer.Option(help="Dimension d.")],
-    rank: Annotated[int, typer.Option(help="Rank r.")],
+    width: WidthOption,
+    rank: RankOption,
     alignment: Annotated[float, typer.Option(help="Smallest inner product of neighbouring unit queries.")],
     delta: DeltaOption,
     preprocess_radius: Annotated[
         float | None,
         typer.Option(help="Add a random vector of this norm first and normalise again (Lemma 10)."),
     ] = None,
-    preprocess_delta: Annotated[float, typer.Option(help="Share of delta for that step.")] = 0.0,
+    preprocess_delta: Annotated[float | None, typer.Option(help="Share of delta for that step.")] = None,
     plot: PlotOption = None,
-    sweep: SweepOption = "rank:1:0:20",
+    sweep: SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse the noise-free projection of one vector (conditional: never a guarantee in training)."""
+    chart = writable(plot, sweep, "rank:1:0:20")
     rho, left, extra = alignment, delta, {}
     if preprocess_radius is not None:
-        rho = vector.aligned_by_noise(width, alignment, preprocess_radius, preprocess_delta)
-        left = delta - preprocess_delta
+        share = vector_share(delta, preprocess_delta)
+        rho = vector.aligned_by_noise(width, alignment, preprocess_radius, share)
+        left = delta - share
         extra = {"alignment_after_noise": rho}
+    elif preprocess_delta is not None:
+        raise PrivacyParameterError(
+            "--preprocess-delta: has no effect without --preprocess-radius; add it or leave the share out"
+        )
     report = epsilon_of(VectorProjectionEvent(width, rank, rho), left)
     values = {"width": width, "rank": rank, "alignment": rho}
 
@@ -204,8 +195,21 @@ def vector_command(
         shape = (v["width"], v["rank"], v["alignment"], left)
         return {"exact profile": vector.exact_epsilon(*shape), "Theorem 1": vector.theorem1(*shape)}
 
-    run_plot(plot, sweep, values, curves, "Vector projection")
+    run_plot(plot, chart, values, curves, "Vector projection")
     finish(report, values, as_json=as_json, plot=plot, extra={**extra, "delta": delta})
+
+
+def vector_share(delta: float, share: float | None) -> float:
+    """Return the share of delta that the noise before the projection costs.
+
+    Raises:
+      PrivacyParameterError: if it is missing or not below delta.
+    """
+    if share is None or not 0.0 < share < delta:
+        raise PrivacyParameterError(
+            f"--preprocess-delta: got {share}, allowed is a number > 0 and < --delta ({delta}); both steps need a share"
+        )
+    return share
 
 
 @app.command(
@@ -213,21 +217,23 @@ def vector_command(
     epilog="Example: fedlora account m1 --width 400 --rank 200 --span 50 --alignment 0.999 --residual 0.3 "
     "--column-distance 0.05 --noise-std 2 --delta 1e-5 --json",
 )
+@guarded
 def m1_command(
-    width: Annotated[int, typer.Option(help="Dimension d.")],
-    rank: Annotated[int, typer.Option(help="Rank r.")],
-    span: Annotated[int, typer.Option(help="Dimension of the unchanged columns' span.")],
-    alignment: Annotated[float, typer.Option(help="Alignment outside the span.")],
-    residual: Annotated[float, typer.Option(help="Norm outside the span, in [0, 1].")],
-    column_distance: Annotated[float, typer.Option(help="Bound on ||v - v'||.")],
+    width: WidthOption,
+    rank: RankOption,
+    span: SpanOption,
+    alignment: AlignmentOption,
+    residual: ResidualOption,
+    column_distance: ColumnOption,
     noise_std: Annotated[float, typer.Option(help="Standard deviation of the additive noise.")],
     delta: DeltaOption,
-    changed_columns: Annotated[int, typer.Option(help="Number of changed columns.")] = 1,
+    changed_columns: ChangedOption = 1,
     plot: PlotOption = None,
-    sweep: SweepOption = "noise_std:0.5:20:12",
+    sweep: SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse M V + Xi with a secret Wishart M (conditional: its alignment cannot be verified in training)."""
+    chart = writable(plot, sweep, "noise_std:0.5:20:8")
     values = {
         "width": width,
         "rank": rank,
@@ -248,27 +254,27 @@ def m1_command(
             "as printed": m1.several_columns(event, delta, paper=True),
         }
 
-    run_plot(plot, sweep, values, curves, "M1")
+    run_plot(plot, chart, values, curves, "M1")
     finish(report, values, as_json=as_json, plot=plot)
 
 
 @app.command(
     "sketch", epilog="Example: fedlora account sketch --rank 16 --tau 64 --gamma 1000 --delta 1e-5 --json"
 )
+@guarded
 def sketch_command(
-    rank: Annotated[int, typer.Option(help="Columns r of the sketch.")],
-    tau: Annotated[int, typer.Option(help="Rank bound tau, at most the out-width.")],
+    rank: RankOption,
+    tau: TauOption,
     gamma: Annotated[float, typer.Option(help="The ratio Gamma > 1.")],
     delta: DeltaOption,
-    layers: Annotated[int, typer.Option(help="Independent layers L.")] = 1,
-    order: Annotated[
-        float | None, typer.Option(help="Also print the Renyi divergence bound at this order.")
-    ] = None,
+    layers: LayersOption = 1,
+    order: OrderOption = None,
     plot: PlotOption = None,
-    sweep: SweepOption = "gamma:0:0:20",
+    sweep: SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse the secret Gaussian sketch (conditional: the sketching matrix must stay secret)."""
+    chart = writable(plot, sweep, "gamma:0:0:20")
     event = SketchEvent(rank, tau, gamma, layers)
     values = {"rank": rank, "tau": tau, "gamma": gamma, "layers": layers}
     report = epsilon_of(event, delta)
@@ -282,7 +288,7 @@ def sketch_command(
             ),
         }
 
-    run_plot(plot, sweep, values, curves, "Gaussian sketch")
+    run_plot(plot, chart, values, curves, "Gaussian sketch")
     finish(
         report,
         values,
@@ -297,6 +303,7 @@ def sketch_command(
 @app.command(
     "pave", epilog="Example: fedlora account pave --rank 8 --dimension 8 --gamma 0.01 --delta 1e-5 --json"
 )
+@guarded
 def pave_command(
     delta: DeltaOption,
     rank: Annotated[int | None, typer.Option(help="Rank r of the specification.")] = None,
@@ -305,14 +312,17 @@ def pave_command(
     layer: Annotated[
         list[str] | None, typer.Option(help="RANK:DIMENSION:GAMMA of one layer; repeat for several.")
     ] = None,
-    order: Annotated[
-        float | None, typer.Option(help="Also print the Renyi divergence bound at this order.")
-    ] = None,
+    order: OrderOption = None,
     plot: PlotOption = None,
-    sweep: SweepOption = "gamma:0.001:0.2:20",
+    sweep: SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse a noise-free PAVE specification (conditional: the projection must stay secret)."""
+    chart = writable(plot, sweep, "gamma:0.001:0.2:20")
+    if plot is not None and layer:
+        raise PrivacyParameterError(
+            "--plot: sweeps one layer; give --rank, --dimension and --gamma, not --layer"
+        )
     event = PaveEvent(layers_of(rank, dimension, gamma, layer))
     values = {"rank": rank, "dimension": dimension, "gamma": gamma, "layers": len(event.layers)}
     report = epsilon_of(event, delta)
@@ -325,7 +335,7 @@ def pave_command(
             "order 2 (Theorem 3.5)": pave.order_two(one, delta),
         }
 
-    run_plot(plot, sweep, values, curves, "PAVE specification")
+    run_plot(plot, chart, values, curves, "PAVE specification")
     finish(
         report,
         values,
@@ -357,11 +367,12 @@ def _risks(epsilon: float, delta: float) -> dict[str, Any]:
     epilog="Example: fedlora account pave-noisy --noise-multiplier 4 --layers 24 --sample-rate 0.01 "
     "--steps 1000 --delta 1e-5 --json",
 )
+@guarded
 def pave_noisy(
     noise_multiplier: Annotated[float, typer.Option(help="Noise / per-layer clipping norm.")],
     layers: Annotated[int, typer.Option(help="Layers, each clipped by itself.")],
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")],
-    steps: Annotated[int, typer.Option(help="Number of noised steps.")],
+    sample_rate: SampleRateOption,
+    steps: StepsOption,
     delta: DeltaOption,
     adjacency: AdjacencyOption = "replace-one",
     as_json: JsonOption = False,

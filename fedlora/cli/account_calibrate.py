@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 
@@ -22,15 +24,38 @@ from fedlora.accounting import (
 from fedlora.accounting import vector as profile
 from fedlora.accounting.reports import Adjacency
 from fedlora.cli.account_common import (
-    AccountantOption,
-    AdjacencyOption,
-    ClipOption,
-    DeltaOption,
-    GroupOption,
+    described,
     event_of_groups,
     finish,
+    needs_noise,
     progress,
     sampled_event,
+)
+from fedlora.cli.account_options import (
+    AccountantOption,
+    AdjacencyOption,
+    AlignmentOption,
+    ChangedOption,
+    ClipOption,
+    ColumnOption,
+    DeltaOption,
+    DimensionOption,
+    GivenNoiseOption,
+    GivenRateOption,
+    GivenStepsOption,
+    GroupOption,
+    LayerRankOption,
+    LayersOption,
+    LayerWidthOption,
+    RankOption,
+    ResidualOption,
+    SolveOption,
+    SpanOption,
+    TargetOption,
+    TauOption,
+    WidthOption,
+    guarded,
+    unsolved,
 )
 from fedlora.cli.common import JsonOption
 from fedlora.errors import AccountingError, PrivacyParameterError
@@ -43,8 +68,7 @@ app = typer.Typer(
     help="Solve for noise, steps, rate or another parameter; the target is met at the result.",
     epilog="Example: fedlora account calibrate gaussian --target-epsilon 3 --delta 1e-5 --sample-rate 0.1 --steps 210",
 )
-TargetOption = Annotated[float, typer.Option("--target-epsilon", help="The epsilon that must not be passed.")]
-SolveOption = Annotated[str, typer.Option("--solve-for", help="noise_multiplier, steps or sample_rate.")]
+_SOLVED = ("noise_multiplier", "steps", "sample_rate")
 
 
 def _check(report_epsilon: float, target: float, name: str, value: float) -> None:
@@ -54,78 +78,74 @@ def _check(report_epsilon: float, target: float, name: str, value: float) -> Non
         )
 
 
-def _solve(
-    what: str,
-    make: Any,
-    values: dict[str, Any],
-    target: float,
-    delta: float,
-    adjacency: Adjacency,
-    accountant: str,
-) -> None:
-    """Fill in the asked-for entry of `values`; `make(values)` builds one step's or the whole run's event."""
-    if what == "noise_multiplier":
-        values[what] = calibrate_noise_multiplier(
-            lambda s: make({**values, what: s}),
-            target,
-            delta,
-            adjacency=adjacency,
-            accountant_name=accountant,
-        )
-        return
-    if values["noise_multiplier"] is None and values.get("fixed_noise") is None:
-        raise PrivacyParameterError(f"calibrate: --noise-multiplier is needed to solve for {what}")
-    if what == "steps":
-        values[what] = max_steps_within(make({**values, what: 1}), target, delta, adjacency=adjacency)
-    elif what == "sample_rate":
-        values[what] = max_sample_rate(
-            lambda q: make({**values, what: q}), target, delta, adjacency=adjacency
-        )
-    else:
+@dataclass(frozen=True)
+class _Job:
+    """What to solve for, under which target; `make(values)` builds the whole run's event."""
+
+    what: str
+    make: Callable[[dict[str, Any]], Event]
+    target: float
+    delta: float
+    adjacency: Adjacency
+    accountant: str
+
+    def solve(self, values: dict[str, Any]) -> float:
+        """Return the asked-for value, at which the target was met."""
+        terms: dict[str, Any] = {"adjacency": self.adjacency, "accountant_name": self.accountant}
+        if self.what == "steps":
+            one = self.make({**values, "steps": 1})
+            return max_steps_within(one, self.target, self.delta, **terms)
+        search = calibrate_noise_multiplier if self.what == "noise_multiplier" else max_sample_rate
+        return search(lambda x: self.make({**values, self.what: x}), self.target, self.delta, **terms)
+
+
+def _given(solve_for: str, values: dict[str, Any], needed: bool) -> tuple[str, dict[str, Any]]:
+    """Check which values are given and fill in the others' defaults; `needed` says whether noise has an effect."""
+    what = solve_for.replace("-", "_")
+    if what not in _SOLVED:
         raise PrivacyParameterError(
-            f"--solve-for: got {what!r}, allowed is noise_multiplier | steps | sample_rate"
+            f"--solve-for: got {solve_for!r}, allowed is noise_multiplier | steps | sample_rate"
         )
-    if not values[what] > 0:
-        raise AccountingError(
-            f"calibration: no {what} meets epsilon {target:g} at delta {delta:g}; add noise"
+    unsolved(what, values)
+    if what != "noise_multiplier" and needed and values["noise_multiplier"] is None:
+        raise PrivacyParameterError(f"calibrate: --noise-multiplier is needed to solve for {what}")
+    if what == "noise_multiplier" and not needed:
+        raise PrivacyParameterError(
+            "calibrate: every --group states its own noise, nothing is left to solve for; empty a NOISE"
         )
+    defaults = {"sample_rate": 1.0, "steps": 1}
+    return what, {
+        name: defaults.get(name) if value is None and name != what else value
+        for name, value in values.items()
+    }
 
 
 def _report(
-    what: str,
-    make: Any,
-    values: dict[str, Any],
-    target: float,
-    delta: float,
-    adjacency: Adjacency,
-    accountant: str,
-    as_json: bool,
+    job: _Job, values: dict[str, Any], as_json: bool, shown: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
+    what, target = job.what, job.target
     with progress():
-        _solve(what, make, values, target, delta, adjacency, accountant)
-        report = epsilon_of(make(values), delta, adjacency=adjacency, accountant=accountant)
+        values = {**values, what: job.solve(values)}
+        if not values[what] > 0:
+            raise AccountingError(
+                f"calibration: no {what} meets epsilon {target:g} at delta {job.delta:g}; add noise"
+            )
+        report = epsilon_of(job.make(values), job.delta, adjacency=job.adjacency, accountant=job.accountant)
     _check(report.epsilon, target, what, values[what])
-    shown = {name: value for name, value in values.items() if value is not None and name != "fixed_noise"}
-    finish(
-        report,
-        shown,
-        as_json=as_json,
-        plot=None,
-        extra={"target_epsilon": target, "solved": what, what: values[what]},
-    )
+    extra = {"target_epsilon": target, "solved": what, what: values[what]}
+    finish(report, shown(values), as_json=as_json, plot=None, extra=extra)
 
 
 @app.command(
     epilog="Example: fedlora account calibrate gaussian --target-epsilon 3 --delta 1e-5 --sample-rate 0.1 --steps 210"
 )
+@guarded
 def gaussian(
     target_epsilon: TargetOption,
     delta: DeltaOption,
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")] = 1.0,
-    steps: Annotated[int, typer.Option(help="The most noised steps that will be taken.")] = 1,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Given noise, to solve for another value.")
-    ] = None,
+    sample_rate: GivenRateOption = None,
+    steps: GivenStepsOption = None,
+    noise_multiplier: GivenNoiseOption = None,
     solve_for: SolveOption = "noise_multiplier",
     adjacency: AdjacencyOption = "add-or-remove",
     accountant: AccountantOption = "best",
@@ -141,32 +161,24 @@ def gaussian(
     def make(v: dict[str, Any]) -> Event:
         return sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"])
 
-    _report(
-        solve_for.replace("-", "_"),
-        make,
-        values,
-        target_epsilon,
-        delta,
-        Adjacency.parse(adjacency),
-        accountant,
-        as_json,
-    )
+    what, filled = _given(solve_for, values, True)
+    job = _Job(what, make, target_epsilon, delta, Adjacency.parse(adjacency), accountant)
+    _report(job, filled, as_json, dict)
 
 
 @app.command(
     epilog="Example: fedlora account calibrate projection --target-epsilon 1 --delta 1e-5 --width 768 --rank 8 "
     "--sample-rate 0.01 --steps 1000 --json"
 )
+@guarded
 def projection(
     target_epsilon: TargetOption,
     delta: DeltaOption,
-    width: Annotated[int | None, typer.Option(help="In-width of the projected layers.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the fresh projection.")] = None,
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate in (0, 1].")] = 1.0,
-    steps: Annotated[int, typer.Option(help="The most noised steps that will be taken.")] = 1,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Given noise, to solve for another value.")
-    ] = None,
+    width: LayerWidthOption = None,
+    rank: LayerRankOption = None,
+    sample_rate: GivenRateOption = None,
+    steps: GivenStepsOption = None,
+    noise_multiplier: GivenNoiseOption = None,
     group: GroupOption = None,
     clip: ClipOption = None,
     solve_for: SolveOption = "noise_multiplier",
@@ -187,16 +199,9 @@ def projection(
     def make(v: dict[str, Any]) -> Event:
         return event_of_groups(v, group, clip).times(v["steps"])
 
-    _report(
-        solve_for.replace("-", "_"),
-        make,
-        values,
-        target_epsilon,
-        delta,
-        Adjacency.parse(adjacency),
-        accountant,
-        as_json,
-    )
+    what, filled = _given(solve_for, values, needs_noise(group))
+    job = _Job(what, make, target_epsilon, delta, Adjacency.parse(adjacency), accountant)
+    _report(job, filled, as_json, lambda v: described(event_of_groups(v, group, clip), v))
 
 
 def _conditional(
@@ -227,11 +232,12 @@ def _conditional(
 @app.command(
     epilog="Example: fedlora account calibrate vector --target-epsilon 1 --delta 0.01 --width 400 --rank 32"
 )
+@guarded
 def vector(
     target_epsilon: TargetOption,
     delta: DeltaOption,
-    width: Annotated[int, typer.Option(help="Dimension d.")],
-    rank: Annotated[int, typer.Option(help="Rank r.")],
+    width: WidthOption,
+    rank: RankOption,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest alignment (as 1 - rho) at which the vector projection meets the target."""
@@ -254,15 +260,17 @@ def vector(
     epilog="Example: fedlora account calibrate m1 --target-epsilon 3 --delta 1e-5 --width 400 --rank 200 --span 50 "
     "--alignment 0.9999 --residual 0.3 --column-distance 0.05"
 )
+@guarded
 def m1(
     target_epsilon: TargetOption,
     delta: DeltaOption,
-    width: Annotated[int, typer.Option(help="Dimension d.")],
-    rank: Annotated[int, typer.Option(help="Rank r.")],
-    span: Annotated[int, typer.Option(help="Dimension of the unchanged columns' span.")],
-    alignment: Annotated[float, typer.Option(help="Alignment outside the span.")],
-    residual: Annotated[float, typer.Option(help="Norm outside the span, in [0, 1].")],
-    column_distance: Annotated[float, typer.Option(help="Bound on ||v - v'||.")],
+    width: WidthOption,
+    rank: RankOption,
+    span: SpanOption,
+    alignment: AlignmentOption,
+    residual: ResidualOption,
+    column_distance: ColumnOption,
+    changed_columns: ChangedOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest additive noise at which M1 meets the target."""
@@ -273,6 +281,7 @@ def m1(
         "alignment": alignment,
         "residual": residual,
         "column_distance": column_distance,
+        "changed_columns": changed_columns,
     }
     shape = dict(values)
     _conditional(
@@ -290,12 +299,13 @@ def m1(
 @app.command(
     epilog="Example: fedlora account calibrate sketch --target-epsilon 3 --delta 1e-5 --rank 16 --tau 64"
 )
+@guarded
 def sketch(
     target_epsilon: TargetOption,
     delta: DeltaOption,
-    rank: Annotated[int, typer.Option(help="Columns r of the sketch.")],
-    tau: Annotated[int, typer.Option(help="Rank bound tau.")],
-    layers: Annotated[int, typer.Option(help="Independent layers L.")] = 1,
+    rank: RankOption,
+    tau: TauOption,
+    layers: LayersOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest ratio Gamma at which the sketch meets the target."""
@@ -315,11 +325,12 @@ def sketch(
 @app.command(
     epilog="Example: fedlora account calibrate pave --target-epsilon 0.5 --delta 1e-5 --rank 8 --dimension 8"
 )
+@guarded
 def pave(
     target_epsilon: TargetOption,
     delta: DeltaOption,
-    rank: Annotated[int, typer.Option(help="Rank r.")],
-    dimension: Annotated[int, typer.Option(help="Dimension k.")],
+    rank: RankOption,
+    dimension: DimensionOption,
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest covariance change gamma at which the specification meets the target."""

@@ -1,4 +1,4 @@
-"""What the `fedlora account` commands share: options, groups, plots, progress, output."""
+"""What the `fedlora account` commands share: groups, plots, progress, output."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from fedlora.accounting import (
     Event,
     GaussianEvent,
     NoisyProjectionEvent,
-    NonPrivateEvent,
     PaveLayer,
     PoissonGaussianEvent,
     ProjectionGroup,
@@ -26,28 +24,9 @@ from fedlora.accounting import (
     rdp,
 )
 from fedlora.accounting.reports import Adjacency, EpsilonReport
+from fedlora.cli.account_options import finite_epsilon
 from fedlora.cli.common import emit
 from fedlora.errors import PrivacyParameterError
-
-DeltaOption = Annotated[float, typer.Option("--delta", help="Failure probability in (0, 1).")]
-AdjacencyOption = Annotated[str, typer.Option(help="add-or-remove or replace-one.")]
-AccountantOption = Annotated[str, typer.Option(help="best, moment, pld, rdp or prv.")]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Write epsilon over a swept parameter as SVG.")
-]
-SweepOption = Annotated[
-    str,
-    typer.Option("--sweep", help="NAME:START:STOP:COUNT for --plot; 0 takes a range around the given value."),
-]
-GroupOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--group", help="NAME:WIDTH|none:RANK:WEIGHT:NOISE of one group of weights; repeat for several."
-    ),
-]
-ClipOption = Annotated[
-    str | None, typer.Option(help="shared or separate; must be given if some groups are not projected.")
-]
 
 
 def sampled_event(noise_multiplier: float, sample_rate: float, steps: int) -> Event:
@@ -72,10 +51,16 @@ def event_of_groups(
     if not groups:
         if any(value is None for value in single):
             raise PrivacyParameterError("projection: give --width, --rank and --noise-multiplier, or --group")
+        if clip is not None:
+            raise PrivacyParameterError("--clip: has no effect on one layer; leave it out, or use --group")
         return NoisyProjectionEvent.single(*single, rate, values["out_width"])
     if single[0] is not None or single[1] is not None:
         raise PrivacyParameterError(
             "projection: got --group beside --width or --rank; describe all layers as groups"
+        )
+    if single[2] is not None and not needs_noise(groups):
+        raise PrivacyParameterError(
+            "--noise-multiplier: has no effect, every --group states its own noise; leave it out or empty a NOISE"
         )
     parsed = tuple(_group(text, single[2], values["out_width"]) for text in groups)
     mixed = len({group.width is None for group in parsed}) == 2
@@ -85,6 +70,17 @@ def event_of_groups(
             "amplification; give --clip separate (each group its own clip), or --clip shared to have it anyway"
         )
     return NoisyProjectionEvent(parsed, rate, clip or "shared")
+
+
+def needs_noise(groups: list[str] | None) -> bool:
+    """Whether a noise multiplier has an effect: without groups, or if a group's NOISE is empty."""
+    return not groups or any(text.rpartition(":")[2] == "" for text in groups)
+
+
+def described(event: NoisyProjectionEvent, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a projection's parameters for the report: the options, every group and the clip."""
+    shown: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    return {**shown, "groups": event.to_json()["groups"], "clip": event.clip}
 
 
 def _group(text: str, noise: float | None, out_width: int | None) -> ProjectionGroup:
@@ -100,6 +96,10 @@ def _group(text: str, noise: float | None, out_width: int | None) -> ProjectionG
         raise PrivacyParameterError(f"--group: got {text!r}, allowed are numbers after the name") from None
     if not scale > 0.0:
         raise PrivacyParameterError(f"--group {name}: weight times noise must be > 0; name both")
+    if plain and rank:
+        raise PrivacyParameterError(
+            f"--group {name}: is not projected, its RANK has no effect; leave it empty"
+        )
     if shape is None:
         return ProjectionGroup(name, None, None, 1.0 / scale)
     return ProjectionGroup(name, shape[0], shape[1], 1.0 / scale, out_width)
@@ -186,7 +186,14 @@ def run_plot(
             rows.append(curves({**values, name: int(point) if whole else point}))
     series = {label: [row[label] for row in rows] for label in rows[0]}
     fixed = ", ".join(f"{k} {v:g}" for k, v in values.items() if k != name and isinstance(v, (int, float)))
-    plot.write(path, plot.svg(f"{title}: {fixed}", name.replace("_", " "), points, series, log_x=True))
+    _write(path, plot.svg(f"{title}: {fixed}", name.replace("_", " "), points, series, log_x=True))
+
+
+def _write(path: Path, chart: str) -> None:
+    try:
+        plot.write(path, chart)
+    except OSError as error:
+        raise PrivacyParameterError(f"--plot: {path} cannot be written ({error.strerror})") from error
 
 
 def finish(
@@ -201,13 +208,14 @@ def finish(
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Print a report with its parameters."""
+    finite_epsilon(report.epsilon)
     result: dict[str, Any] = {**report.to_json(), "parameters": dict(values)}
     result["alternatives"] = {**result["alternatives"], **(alternatives or {})}
     if order is not None and event is not None:
         if not order > 1.0 or not math.isfinite(order):
             raise PrivacyParameterError(f"--order: got {order}, allowed is a finite number > 1")
-        moment = rdp.moment(event, np.array([order]), Adjacency.REPLACE_ONE)[0]
-        result["renyi"] = {"order": order, "divergence": float(moment) / (order - 1.0)}
+        moment = float(rdp.moment(event, np.array([order]), Adjacency.REPLACE_ONE)[0])
+        result["renyi"] = {"order": order, "divergence": finite_epsilon(moment / (order - 1.0))}
     result.update(extra or {})
     if plot is not None:
         result["plot"] = str(plot)
@@ -233,4 +241,13 @@ def _text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["NonPrivateEvent", "finish", "progress", "run_plot"]
+__all__ = [
+    "described",
+    "event_of_groups",
+    "finish",
+    "layers_of",
+    "needs_noise",
+    "progress",
+    "run_plot",
+    "sampled_event",
+]
