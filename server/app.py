@@ -14,6 +14,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.simulation.settings import RunResult, ServerSettings, take_settings
+from server.bounded import BoundedGrid
 from server.finish import add_clients_ledger, finish, record_failure
 from server.folder import log_to_folder
 from server.from_context import folder_from_context, settings_from_context
@@ -38,6 +39,8 @@ def main(grid: Grid, context: Context) -> None:
             if place is not None:
                 record_failure(place, error)
             raise
+        if settings.app_hash is None:  # real nodes, not a simulation on Flower's engine
+            grid = BoundedGrid(grid)
     settings.result = run(grid, settings)
     if settings.expect is not None:
         settings.result = add_clients_ledger(settings.result, settings)

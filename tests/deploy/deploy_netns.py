@@ -7,11 +7,9 @@ import ctypes
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
@@ -98,6 +96,8 @@ class SlowWire:
     Attributes:
         up: bytes that went to the server so far.
         delay: seconds that each chunk waits, in both directions.
+        answer_delay: seconds that each of the server's answers waits.
+        mute: nothing of the server comes back any more.
         loss: every so many chunks one waits for a second more, as a lost packet does; 0 loses none.
         allowed: bytes that may still go up; None for all.
     """
@@ -108,9 +108,7 @@ class SlowWire:
         self.delay, self.loss = 0.0, 0
         self.allowed: int | None = None
         self.stopped = threading.Event()
-        self.bursts: list[tuple[float, int]] = []
-        self.mute_after: Callable[[], bool] | None = None
-        self.muted = threading.Event()
+        self.answer_delay, self.mute = 0.0, False
         self._closed = threading.Event()
         self._chunks = 0
         ready = threading.Event()
@@ -119,9 +117,9 @@ class SlowWire:
 
     def normal(self) -> None:
         """Let everything through again; what was held back is gone, its connections are closed."""
-        self.allowed, self.mute_after, self.delay, self.loss = None, None, 0.0, 0
+        self.allowed, self.mute = None, False
+        self.delay, self.answer_delay, self.loss = 0.0, 0.0, 0
         self.stopped.clear()
-        self.muted.clear()
 
     def close(self) -> None:
         """Stop for good."""
@@ -175,19 +173,19 @@ class SlowWire:
             self.allowed -= len(data)
         sink.sendall(data)
         self.up += len(data)
-        self.bursts.append((time.monotonic(), len(data)))
         return True
 
     def _downward(self, data: bytes, sink: socket.socket) -> bool:
-        if self.mute_after is not None and self.mute_after():
-            self.muted.set()
+        if self.answer_delay:
+            time.sleep(self.answer_delay)
+        if self.mute:
             return self._hang()
         sink.sendall(data)
         return True
 
     def _hang(self) -> bool:
         """Hold a connection silently until the wire is normal again, then drop it."""
-        while (self.allowed is not None or self.mute_after is not None) and not self._closed.is_set():
+        while (self.allowed is not None or self.mute) and not self._closed.is_set():
             time.sleep(0.05)
         return False
 
@@ -244,10 +242,3 @@ class Door:
         for stream in (source, sink):
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
-
-
-def reset(stream: socket.socket) -> None:
-    """Close a connection with a reset."""
-    with contextlib.suppress(OSError):
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    stream.close()

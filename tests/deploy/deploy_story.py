@@ -26,35 +26,26 @@ BRIEF = 6 * DEADLINE
 
 
 class Pushes:
-    """Watches a SuperNode's log and counts the server's answers while it sends a reply of a round."""
+    """Reads in a SuperNode's log whether the reply of a round is on its way or was acknowledged."""
 
     def __init__(self, log: Path) -> None:
-        self._log = log
-        self.begin()
+        self._log, self._start = log, 0
 
-    def counts(self) -> tuple[int, int]:
-        """Return how many replies were begun, and how many lines say that one was sent."""
+    def _parts(self) -> list[str]:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return text.count("Sending: train"), text.count("Sent successfully")
+        return text.split("Sending: train")
 
-    def begin(self, mute_at: int | None = None) -> None:
-        """Start counting; from answer number `mute_at` of the next reply on nothing comes back."""
-        self._start = self.counts()
-        self.answers, self._mute_at = 0, mute_at
+    def begin(self) -> None:
+        """Look at the next reply only."""
+        self._start = len(self._parts())
 
     def begun(self) -> bool:
         """Return whether the reply is on its way or was sent."""
-        return self.counts()[0] > self._start[0]
+        return len(self._parts()) > self._start
 
     def sent(self) -> bool:
         """Return whether the reply was acknowledged."""
-        return self.counts()[1] > self._start[1]
-
-    def __call__(self) -> bool:
-        """Note one answer of the server; return whether it must not arrive."""
-        if self.begun() and not self.sent():
-            self.answers += 1
-        return self._mute_at is not None and self.answers >= self._mute_at
+        return self.begun() and "Sent successfully" in self._parts()[-1]
 
 
 class Story:
@@ -197,15 +188,14 @@ class Story:
         self.trainer("site-b", "site-b-right")
 
     def measure_upload(self) -> None:
-        """Note how many bytes a reply of site-a takes, and how many answers of the server."""
+        """Note how many bytes a reply of site-a takes."""
         wire = self.wires["site-a"]
         self.held()
         self.pushes.begin()
-        wire.mute_after, up = self.pushes, wire.up
+        up = wire.up
         self.door.release()
-        self.until("site-a sent", lambda: self.pushes.begun() and self.pushes.sent())
-        self.facts["upload"] = (wire.up - up, self.pushes.answers)
-        wire.mute_after = None
+        self.until("site-a sent", self.pushes.sent)
+        self.facts["upload"] = wire.up - up
 
     def next_round(self, site: str) -> int:
         """Wait until a site has trained one more round; return its number."""
@@ -245,7 +235,7 @@ class Story:
         wire = self.wires["site-a"]
         number = self.held()
         self.pushes.begin()
-        wire.allowed = max(1, self.facts["upload"][0] // 2)
+        wire.allowed = max(1, self.facts["upload"] // 2)
         self.door.release()
         self.until("half of the upload", wire.stopped.is_set)
         self.facts["sent when cut during"] = (self.pushes.begun(), self.pushes.sent())
@@ -258,13 +248,14 @@ class Story:
         """(c) The reply arrives, its acknowledgement does not: the cable is pulled in between."""
         wire = self.wires["site-a"]
         number = self.held()
-        self.pushes.begin(mute_at=self.facts["upload"][1])
-        wire.mute_after = self.pushes
+        self.pushes.begin()
+        wire.answer_delay = DEADLINE / 8  # the round is over long before the last acknowledgement comes back
         self.door.release()
-        self.until("the last acknowledgement is held back", wire.muted.is_set)
+        self.facts["cut after"] = self.until_round(number)
+        wire.mute = True
         self.facts["sent when cut after"] = self.pushes.sent()
         self.network.pull("site-a")
-        self.facts["cut after"] = self.until_round(number)
+        time.sleep(DEADLINE / 8 + 1)
         wire.normal()
         self.network.plug("site-a")
 
