@@ -31,7 +31,7 @@ from strategies.fedlora_strategy import FedLoraStrategy
 
 _LOG = logging.getLogger(__name__)
 MAX_EMPTY_ROUNDS = 3
-"""So many rounds in a row with too few replies end the run."""
+"""So many rounds in a row with too few replies end the run; so does a shorter run that consists of such rounds."""
 
 
 @dataclass
@@ -209,9 +209,9 @@ class RoundLoop:
         _LOG.warning("round %d: %s", number, problem)
         if record.asked and self._answers.out_of_budget >= set(record.asked):
             return False
-        if self.state.empty_rounds >= MAX_EMPTY_ROUNDS:
+        if self.state.empty_rounds >= min(MAX_EMPTY_ROUNDS, self._config.federation.rounds):
             raise TooFewRepliesError(
-                f"{self.state.empty_rounds} rounds in a row had too few replies; last reason: {problem}; "
+                f"{self.state.empty_rounds} rounds in a row (of {self._config.federation.rounds}) had too few replies; last reason: {problem}; "
                 "look at the clients' logs, or lower federation.min_replies"
             )
         return True
