@@ -132,6 +132,7 @@ class Trainer:
         self._desk = SecureDesk() if desk is None else desk
         self._run_id = ""
         self._session: Session | None = None
+        self._unfit: dict[str, Exception] = {}
         self._lock = threading.Lock()
         self.last_timings: Mapping[str, float] = {}
         """Seconds of the last round by part; for the site's own metrics, never sent in a deployment."""
@@ -190,7 +191,7 @@ class Trainer:
         self._check_payload(session, request)
         if request.run_id != self._run_id:
             self._slots.forget()
-            self._run_id = request.run_id
+            self._run_id, self._unfit = request.run_id, {}
         self._policy.check_round(request.server_round, request.steps)
         known = {client: Known.from_json(one) for client, one in request.known.items()}
         if self._witness is not None:
@@ -225,7 +226,7 @@ class Trainer:
         if self._session is None or self._session.config_hash != config_hash:
             from fedlora.training.cohort import CohortEngine
 
-            self._session = None
+            self._session, self._unfit = None, {}
             bench = build_workbench(config)
             self._policy.check_base(bench.base.fingerprint)
             self._policy.check_layers(config, layers_alone(bench))
@@ -256,7 +257,7 @@ class Trainer:
         for client in request.clients:
             if client not in here:
                 answers[client] = failed(client, DataError(f"client {client}: does not live at this node"))
-        answers |= self._unfit(session, [client for client in request.clients if client in here])
+        answers |= {c: failed(c, self._unfit[c]) for c in request.clients if c in here and c in self._unfit}
         asked = [client for client in request.clients if client not in answers]
         granted = self._reserve(session, request, asked)
         for client in asked:
@@ -266,17 +267,6 @@ class Trainer:
             else:
                 answers[client] = self._read(session, client, answer, request.steps)
         return answers
-
-    def _unfit(self, session: Session, clients: Sequence[str]) -> dict[str, ClientReply]:
-        """Fail clients with a record that does not fit the task: all records decide, never a draw of some."""
-        check: Any = getattr(self._shelf, "check", None)
-        found: dict[str, ClientReply] = {}
-        for client in clients if check is not None else ():
-            try:
-                check(client, session.bench.task)
-            except Exception as error:
-                found[client] = failed(client, error)
-        return found
 
     def _reserve(
         self, session: Session, request: RoundRequest, clients: Sequence[str]
@@ -304,10 +294,18 @@ class Trainer:
     def _read(
         self, session: Session, client: str, reservation: Reservation | None, steps: int
     ) -> Admitted | ClientReply:
+        """Open a client's records, all checked once: every record decides whether they fit, never a draw of some.
+
+        What does not fit costs the round that found it and is remembered until another configuration or run.
+        """
         granted = steps if reservation is None else reservation.steps
         try:
             records = self._shelf.open(client, session.bench.task)
+            check: Any = getattr(self._shelf, "check", None)
+            if check is not None:
+                check(client, session.bench.task)
         except Exception as error:
+            self._unfit[client] = error.with_traceback(None)
             return failed(client, error)
         return Admitted(client, reservation, records, granted)
 

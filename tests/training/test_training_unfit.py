@@ -1,4 +1,4 @@
-"""A record that does not fit the task fails its client in every round alike, before anything is reserved."""
+"""A record that does not fit the task fails its client in every round alike; no record is read before a reservation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_one_bad_record_fails_its_client_alone_in_every_round_and_costs_nothing(
+def test_one_bad_record_fails_its_client_alone_in_every_round_and_costs_one(
     fault: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [json.dumps({"text": "red up", "label": "warm"})] * 40
@@ -64,9 +64,24 @@ def test_one_bad_record_fails_its_client_alone_in_every_round_and_costs_nothing(
             assert "topsecret" not in told
             assert "a.jsonl" not in told
         assert len(ledger.rounds(Account("client-0000", "words-2026"))) == 3
-        assert ledger.accounts() == (Account("client-0000", "words-2026"),)
+        assert len(ledger.rounds(Account("client-0001", "words-2026"))) == 1
     assert "a.jsonl, row 41" in caplog.text
     assert "topsecret" not in caplog.text
+
+
+def test_nothing_is_read_before_its_cost_is_on_disk(world: World, tmp_path: Path) -> None:
+    spent_when_read: list[int] = []
+    with open_ledger(tmp_path / "ledger.sqlite", secret=SECRET) as ledger:
+
+        def load() -> Rows:
+            spent_when_read.append(len(ledger.rounds(Account("site", "words-2026"))))
+            return load_rows(world.config.data)
+
+        trainer = Trainer(
+            SiteShelf("site", load, None, None), Policy(), LedgerKeeper(ledger), dataset="words-2026"
+        )
+        trainer.handle(world.request(1, clients=("site",)))
+    assert spent_when_read == [1]
 
 
 def test_records_are_checked_once_for_a_task(world: World) -> None:
