@@ -25,7 +25,8 @@ from fedlora.geometry.products import (
     stack_products,
     truncate_product,
 )
-from fedlora.geometry.retraction import expand, retract, retract_gram, retract_subspace
+from fedlora.geometry.retraction import expand, retract, retract_gram, retract_many, retract_subspace
+from fedlora.geometry.small import SmallSvd, Spectrum, spectra, svd_many
 from fedlora.geometry.tangent import (
     Tangent,
     complement,
@@ -57,6 +58,8 @@ from fedlora.geometry.transport import (
 __all__ = [
     "Frames",
     "ProductSketch",
+    "SmallSvd",
+    "Spectrum",
     "Tangent",
     "align_factors",
     "array",
@@ -86,10 +89,13 @@ __all__ = [
     "random_frames",
     "retract",
     "retract_gram",
+    "retract_many",
     "retract_subspace",
     "rotate_frames",
+    "spectra",
     "split_core",
     "stack_products",
+    "svd_many",
     "tangent_core",
     "tangent_dense",
     "tangent_dimension",

@@ -9,9 +9,12 @@ Reference: PRISM: Gauge-Invariant Tangent-Space Differentially Private LoRA, arX
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fedlora.geometry.frames import Frames
+from fedlora.geometry.small import spectra, svd_many
 from fedlora.geometry.tangent import Tangent, complement, tangent_core
 
 Tensor = torch.Tensor
@@ -66,6 +69,21 @@ def retract_subspace(
     return Frames(q_out @ basis, upper.mT, q_in @ right)
 
 
+def retract_many(
+    frames: Sequence[Frames], tangents: Sequence[Tangent], step: float | Tensor = 1.0
+) -> list[Frames]:
+    """Return `retract` of each point; on a GPU in float32 all small problems share two kernel launches.
+
+    Args:
+        frames: base points, one batch of modules of one shape each.
+        tangents: consistent blocks at each.
+        step: a number, or a tensor over the leading axes that all share.
+    """
+    if all(f.core.is_cuda and f.core.dtype == torch.float32 for f in frames):
+        return _retract_grams(frames, tangents, step)
+    return [retract(f, t, step) for f, t in zip(frames, tangents, strict=True)]
+
+
 def retract_gram(frames: Frames, tangent: Tangent, step: float | Tensor = 1.0) -> Frames:
     """Like `retract` in float32, with bases from float64 Gram matrices: matrix products and small problems only.
 
@@ -78,34 +96,58 @@ def retract_gram(frames: Frames, tangent: Tangent, step: float | Tensor = 1.0) -
         tangent: consistent blocks at `frames`.
         step: a number, or a tensor over the leading axes.
     """
-    if isinstance(step, Tensor):
-        step = step.to(frames.core)[..., None, None]
-    r = frames.rank
-    u_out, up_out = _gram_basis(frames.q_out, tangent.x_out)
-    u_in, up_in = _gram_basis(frames.q_in, tangent.x_in)
-    inner = frames.core + step * tangent_core(frames, tangent)
-    core = torch.cat(
-        [torch.cat([inner, step * up_in.mT], -1), torch.cat([step * up_out, torch.zeros_like(inner)], -1)], -2
-    )
-    scale = torch.linalg.matrix_norm(core)[..., None, None].clamp_min(1e-30)
-    favour = torch.nn.functional.pad(torch.eye(r, dtype=core.dtype, device=core.device), (0, r, 0, r))
-    u, _, vh = torch.linalg.svd(core + (1e-7 * scale) * favour)
-    left, right = u[..., :, :r], vh[..., :r, :].mT
-    q_out = _polish(torch.cat([frames.q_out, u_out], -1) @ left)
-    q_in = _polish(torch.cat([frames.q_in, u_in], -1) @ right)
-    return Frames(q_out, left.mT @ core @ right, q_in)
+    return _retract_grams([frames], [tangent], step)[0]
 
 
-def _gram_basis(q: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (basis, coordinates) of (I - q q^T) x; basis columns are orthonormal or zero."""
-    x = complement(q, x)
-    wide = x.double()
-    values, vectors = torch.linalg.eigh(wide.mT @ wide)
-    keep = values > 1e-10 * values[..., -1:].clamp_min(1e-60)
-    inverse = torch.where(keep, values.clamp_min(1e-60).rsqrt(), 0.0)
-    basis = (wide @ (vectors * inverse[..., None, :])).to(x.dtype)
-    basis = _polish(_polish(complement(q, basis)))
-    return basis, basis.mT @ x
+def _retract_grams(
+    frames: Sequence[Frames], tangents: Sequence[Tangent], step: float | Tensor
+) -> list[Frames]:
+    sides = [
+        (q, complement(q, x))
+        for f, t in zip(frames, tangents, strict=True)
+        for q, x in ((f.q_out, t.x_out), (f.q_in, t.x_in))
+    ]
+    bases = _gram_bases(sides)
+    wide = step.to(frames[0].core)[..., None, None] if isinstance(step, Tensor) else step
+    cores, favoured = [], []
+    for number, (f, t) in enumerate(zip(frames, tangents, strict=True)):
+        up_out, up_in = bases[2 * number][1], bases[2 * number + 1][1]
+        inner = f.core + wide * tangent_core(f, t)
+        core = torch.cat(
+            [
+                torch.cat([inner, wide * up_in.mT], -1),
+                torch.cat([wide * up_out, torch.zeros_like(inner)], -1),
+            ],
+            -2,
+        )
+        scale = torch.linalg.vector_norm(core, dim=(-2, -1))[..., None, None].clamp_min(1e-30)
+        favour = torch.nn.functional.pad(
+            torch.eye(f.rank, dtype=core.dtype, device=core.device), (0, f.rank) * 2
+        )
+        cores.append(core)
+        favoured.append(core + (1e-7 * scale) * favour)
+    new = []
+    for number, (f, core, found) in enumerate(zip(frames, cores, svd_many(favoured), strict=True)):
+        left, right = found.u[..., : f.rank], found.v[..., : f.rank]
+        q_out = _polish(torch.cat([f.q_out, bases[2 * number][0]], -1) @ left)
+        q_in = _polish(torch.cat([f.q_in, bases[2 * number + 1][0]], -1) @ right)
+        new.append(Frames(q_out, left.mT @ core @ right, q_in))
+    return new
+
+
+def _gram_bases(sides: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return (basis, coordinates) of each block x = (I - q q^T) x; basis columns are orthonormal or zero."""
+    wides = [x.double() for _, x in sides]
+    found = spectra([wide.mT @ wide for wide in wides])
+    bases = []
+    for (q, x), wide, spectrum in zip(sides, wides, found, strict=True):
+        values = spectrum.values
+        keep = values > 1e-10 * values.amax(-1, keepdim=True).clamp_min(1e-60)
+        inverse = torch.where(keep, values.clamp_min(1e-60).rsqrt(), 0.0)
+        basis = (wide @ (spectrum.vectors * inverse[..., None, :])).to(x.dtype)
+        basis = _polish(_polish(complement(q, basis)))
+        bases.append((basis, basis.mT @ x))
+    return bases
 
 
 def _polish(q: Tensor) -> Tensor:

@@ -23,11 +23,12 @@ from fedlora.config.schema import AdamConfig, FedLoraConfig, PrismMechanism
 from fedlora.errors import UnsupportedCombinationError
 from fedlora.geometry import (
     Frames,
+    Spectrum,
     Tangent,
     complement,
     project_change,
     project_product,
-    retract,
+    retract_many,
     transport_tangent,
 )
 from fedlora.mechanisms.base import (
@@ -46,6 +47,7 @@ from fedlora.mechanisms.noise import NoiseSource, add_noise
 from fedlora.mechanisms.prism_direction import (
     PrismMoments,
     precondition,
+    spectra_of,
     transport_moments,
     update_moments,
 )
@@ -174,13 +176,16 @@ def _update(mechanism: Mechanism, state: LocalState, update: NoisyUpdate, lr: fl
     own: PrismState = state.own
     privacy = mechanism.privacy
     deviation = update.noise_stddev.get(GROUP_ADAPTERS, 0.0) / privacy.divisor
-    groups = []
-    for group in own.groups:
-        noised = take_tangent(update.blocks, group).scaled(1.0 / privacy.divisor)
-        if not privacy.record_level:
-            noised = share_core(group.frames, noised)
-        pulled = _pull(mechanism, group, noised)
-        groups.append(_step_group(mechanism, group, noised, pulled, deviation**2, lr, own.steps == 0))
+    noised = [take_tangent(update.blocks, group).scaled(1.0 / privacy.divisor) for group in own.groups]
+    if not privacy.record_level:
+        noised = [share_core(group.frames, x) for group, x in zip(own.groups, noised, strict=True)]
+    if _settings(mechanism).adaptivity == "paper":
+        groups = [
+            _step_paper(_settings(mechanism), group, x, deviation**2, lr)
+            for group, x in zip(own.groups, noised, strict=True)
+        ]
+    else:
+        groups = _step_groups(mechanism, own, noised, deviation**2, lr)
     values, slots = _step_extras(mechanism, state, update, lr)
     return replace(state, values=values, slots=slots, own=PrismState(tuple(groups), own.steps + 1))
 
@@ -199,36 +204,67 @@ def _pull(mechanism: Mechanism, group: PrismGroup, like: Tangent) -> Tangent | N
     return pull
 
 
-def _step_group(
-    mechanism: Mechanism,
-    group: PrismGroup,
-    noised: Tangent,
-    pull: Tangent | None,
-    variance: float,
-    lr: float,
-    first: bool,
-) -> PrismGroup:
-    settings = _settings(mechanism)
-    if group.paper is not None:
-        return _step_paper(settings, group, noised, variance, lr)
-    moments, momentum = group.moments, None
-    if moments is not None:
-        moments = update_moments(moments, group.frames, noised, beta1=settings.beta1, beta2=settings.beta2)
-        direction = precondition(
-            moments, group.frames, beta1=settings.beta1, beta2=settings.beta2, noise_variance=variance
-        )
+def _step_groups(
+    mechanism: Mechanism, own: PrismState, noised: Sequence[Tangent], variance: float, lr: float
+) -> list[PrismGroup]:
+    """Take one step in every group; small problems of all groups are solved together."""
+    settings, groups = _settings(mechanism), list(own.groups)
+    known: Sequence[tuple[Spectrum, Spectrum] | None] = [None] * len(groups)
+    if all(group.moments is not None for group in groups):
+        groups = [_averaged(settings, group, x) for group, x in zip(groups, noised, strict=True)]
+        known = spectra_of([group.moments for group in groups if group.moments is not None])
     else:
-        momentum = _heavy_ball(mechanism, group, noised)
-        direction = noised if momentum is None else momentum
-    if pull is not None:
-        direction = direction.plus(pull)
-    new = retract(group.frames, direction, -lr)
+        groups = [
+            replace(group, momentum=_heavy_ball(mechanism, group, x))
+            for group, x in zip(groups, noised, strict=True)
+        ]
+    directions = []
+    for group, x, found in zip(groups, noised, known, strict=True):
+        direction = x if group.momentum is None else group.momentum
+        if group.moments is not None:
+            direction = precondition(
+                group.moments,
+                group.frames,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                noise_variance=variance,
+                known=found,
+            )
+        pull = _pull(mechanism, group, x)
+        directions.append(direction if pull is None else direction.plus(pull))
+    frames = retract_many([group.frames for group in groups], directions, -lr)
+    return [
+        replace(
+            _moved_to(settings, group, new, variance, found),
+            update=direction.scaled(-lr) if own.steps == 0 else None,
+        )
+        for group, new, direction, found in zip(groups, frames, directions, known, strict=True)
+    ]
+
+
+def _averaged(settings: PrismMechanism, group: PrismGroup, noised: Tangent) -> PrismGroup:
+    if group.moments is None:
+        return group
+    new = update_moments(group.moments, group.frames, noised, beta1=settings.beta1, beta2=settings.beta2)
+    return replace(group, moments=new)
+
+
+def _moved_to(
+    settings: PrismMechanism,
+    group: PrismGroup,
+    new: Frames,
+    variance: float,
+    known: tuple[Spectrum, Spectrum] | None,
+) -> PrismGroup:
+    """Return the group at its new frames, with moments and momentum carried along."""
+    moments, momentum = group.moments, group.momentum
     if moments is not None:
-        moments = transport_moments(moments, group.frames, new, beta2=settings.beta2, noise_variance=variance)
+        moments = transport_moments(
+            moments, group.frames, new, beta2=settings.beta2, noise_variance=variance, known=known
+        )
     if momentum is not None:
         momentum = transport_tangent(group.frames, new, momentum)
-    exact = direction.scaled(-lr) if first else None
-    return replace(group, frames=new, moments=moments, momentum=momentum, update=exact)
+    return replace(group, frames=new, moments=moments, momentum=momentum)
 
 
 def _heavy_ball(mechanism: Mechanism, group: PrismGroup, noised: Tangent) -> Tangent | None:

@@ -19,19 +19,20 @@ Eqs. 24-26, whose factor form is invariant under orthogonal gauges only (see `pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fedlora.geometry import (
     Frames,
+    Spectrum,
     Tangent,
     frame_overlap,
-    inverse_sqrt,
+    spectra,
     split_core,
     tangent_from_lift,
     transport_first_moment,
-    transport_second_moment,
 )
 
 Tensor = torch.Tensor
@@ -87,6 +88,12 @@ def update_moments(
     )
 
 
+def spectra_of(moments: Sequence[PrismMoments]) -> list[tuple[Spectrum, Spectrum]]:
+    """Return the eigendecompositions of (v_out, v_in) of each group, all in one launch on a GPU."""
+    found = spectra([v for m in moments for v in (m.v_out, m.v_in)])
+    return [(found[2 * i], found[2 * i + 1]) for i in range(len(moments))]
+
+
 def precondition(
     moments: PrismMoments,
     frames: Frames,
@@ -94,6 +101,7 @@ def precondition(
     beta1: float,
     beta2: float,
     noise_variance: float | Tensor,
+    known: tuple[Spectrum, Spectrum] | None = None,
 ) -> Tangent:
     """Return the adaptive direction as consistent tangent blocks at `frames`.
 
@@ -103,35 +111,56 @@ def precondition(
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         noise_variance: s^2 = (sigma C / (w_g b))^2, a number or a tensor over the leading axes; 0 without noise.
+        known: eigendecompositions of (v_out, v_in), where `spectra_of` has them already.
     """
+    out, inn = spectra_of([moments])[0] if known is None else known
     correct1 = 1.0 - beta1**moments.steps
     correct2 = 1.0 - beta2**moments.steps
-    root_out = _inverse_root(moments.v_out / correct2, noise_variance)
-    root_in = _inverse_root(moments.v_in / correct2, noise_variance)
+    root_out, root_in = (_inverse_root(side, correct2, noise_variance) for side in (out, inn))
     return tangent_from_lift(
         frames, (moments.m_out / correct1) @ root_out, (moments.m_in / correct1) @ root_in
     )
 
 
 def transport_moments(
-    moments: PrismMoments, old: Frames, new: Frames, *, beta2: float, noise_variance: float | Tensor
+    moments: PrismMoments,
+    old: Frames,
+    new: Frames,
+    *,
+    beta2: float,
+    noise_variance: float | Tensor,
+    known: tuple[Spectrum, Spectrum] | None = None,
 ) -> PrismMoments:
-    """Return the averages moved from the frames `old` to the frames `new`."""
+    """Return the averages moved from the frames `old` to the frames `new`; `known` as in `precondition`."""
+    out, inn = spectra_of([moments])[0] if known is None else known
     overlap_out, overlap_in = frame_overlap(old, new)
     weight = 1.0 - beta2**moments.steps
     return PrismMoments(
         m_out=transport_first_moment(moments.m_out, overlap_in),
         m_in=transport_first_moment(moments.m_in, overlap_out),
-        v_out=transport_second_moment(moments.v_out, overlap_in, noise_variance, weight),
-        v_in=transport_second_moment(moments.v_in, overlap_out, noise_variance, weight),
+        v_out=_moved(out, overlap_in, noise_variance, weight),
+        v_in=_moved(inn, overlap_out, noise_variance, weight),
         steps=moments.steps,
     )
 
 
-def _inverse_root(second: Tensor, noise_variance: float | Tensor) -> Tensor:
-    """Return ([V - s^2 I]_+ + max(s^2, tiny) I)^(-1/2)."""
-    eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
+def _moved(second: Spectrum, overlap: Tensor, noise_variance: float | Tensor, weight: float) -> Tensor:
+    """Return O^T [V - f I]_+ O + f I with f = weight * noise_variance (see `transport_second_moment`)."""
+    values = second.values
+    floor = noise_variance.to(values)[..., None] * weight if isinstance(noise_variance, Tensor) else None
+    shift = noise_variance * weight if floor is None else floor
+    signal = overlap.mT @ second.rebuilt((values - shift).clamp_min(0.0)) @ overlap
+    eye = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
+    return signal + (shift if floor is None else floor[..., None]) * eye
+
+
+def _inverse_root(second: Spectrum, correct: float, noise_variance: float | Tensor) -> Tensor:
+    """Return ([V / correct - s^2 I]_+ + max(s^2, tiny) I)^(-1/2)."""
+    values = second.values / correct
     if isinstance(noise_variance, Tensor):
-        variance = noise_variance.to(second)
-        return inverse_sqrt(second - variance[..., None, None] * eye, variance.clamp_min(SMALLEST_FLOOR))
-    return inverse_sqrt(second - noise_variance * eye, max(noise_variance, SMALLEST_FLOOR))
+        variance = noise_variance.to(values)[..., None]
+        return second.rebuilt(
+            ((values - variance).clamp_min(0.0) + variance.clamp_min(SMALLEST_FLOOR)).rsqrt()
+        )
+    floor = max(noise_variance, SMALLEST_FLOOR)
+    return second.rebuilt(((values - noise_variance).clamp_min(0.0) + floor).rsqrt())
