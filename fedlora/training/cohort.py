@@ -23,7 +23,7 @@ from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.noise import NoiseSource
 from fedlora.mechanisms.stages import NoisyUpdate
 from fedlora.training.cohort_parallel import DataParallel
-from fedlora.training.cohort_passes import PassRunner
+from fedlora.training.cohort_passes import PassRunner, full_float32
 from fedlora.wire.payload import AdapterPayload
 
 
@@ -131,8 +131,9 @@ class CohortEngine:
         """
         updates: list[ClientUpdate] = []
         size = self._cohort if self._cohort is not None else max(1, len(jobs))
-        for first in range(0, len(jobs), size):
-            updates += self._train_cohort(payload, jobs[first : first + size], steps, first_step)
+        with full_float32():
+            for first in range(0, len(jobs), size):
+                updates += self._train_cohort(payload, jobs[first : first + size], steps, first_step)
         return updates
 
     def _train_cohort(

@@ -214,6 +214,21 @@ def attention_kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 matrices in float32, whatever the process asked for, and restore its setting.
+
+    TF32 keeps 10 bits of a factor: frames lose orthonormality (2e-4 after one product), and norm, clip
+    and noise need it.
+    """
+    asked = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(asked)
+
+
 def refuse_packed(batch: Mapping[str, Any]) -> None:
     """Refuse batches that pack several records into one row: their gradients cannot be told apart.
 
