@@ -51,7 +51,9 @@ class Stack:
         self.folder.chmod(0o755)
         for part in (self.folder / "server", self.folder / "site-1"):
             part.chmod(0o755)
-        write_model(self.folder / "models" / "tiny")
+        model = write_model(self.folder / "models" / "tiny")
+        for path in (model, *model.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         run = self.folder / "server" / "run.yaml"
         text = run.read_text().replace("sentence-transformers/all-MiniLM-L6-v2", "/models/tiny")
         run.write_text(text.replace("target_epsilon: 8.0", "noise_multiplier: 1.0"))
