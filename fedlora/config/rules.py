@@ -276,7 +276,9 @@ def member_rules(v: View) -> Iterator[Problem]:
             text = f"is above the number of federation.members ({len(members)}); lower it"
             yield Problem("federation.min_replies", text)
     if v("adapter.freeze_head") is True and v("adapter.modules_to_save", []):
-        yield Problem("adapter.modules_to_save", "names trained modules, but adapter.freeze_head is true; set []")
+        yield Problem(
+            "adapter.modules_to_save", "names trained modules, but adapter.freeze_head is true; set []"
+        )
 
 
 def aggregation_keys(v: View) -> Iterator[Problem]:

@@ -54,6 +54,17 @@ CLIENT_UNIT = {
 PROJECTION = {"kind": "noisy_projection", "projection_source": "shared"}
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a member twice": ({"federation__members": ["a", "a"]}, "federation.members", "twice"),
+    "fewer members than replies": (
+        {"federation__members": ["a"], "federation__min_replies": 2},
+        "federation.min_replies",
+        "lower it",
+    ),
+    "a frozen head that is trained": (
+        {"adapter__freeze_head": True, "adapter__modules_to_save": ["classifier"]},
+        "adapter.modules_to_save",
+        "set []",
+    ),
     "both noise keys": ({"privacy__noise_multiplier": 1.0}, "privacy.target_epsilon", "keep one"),
     "no noise key": ({"privacy__target_epsilon": ...}, "privacy.target_epsilon", "one of the two"),
     "mechanism none": ({"mechanism": {"kind": "none"}}, "mechanism.kind", "lora_fa"),
