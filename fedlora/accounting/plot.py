@@ -43,6 +43,7 @@ def svg(
     *,
     log_x: bool = False,
     y_label: str = "epsilon",
+    signed: bool = False,
 ) -> str:
     """Return the chart as SVG text.
 
@@ -54,11 +55,18 @@ def svg(
         scale when it spans more than a factor of 20.
       log_x: logarithmic parameter axis.
       y_label: name of the vertical axis.
+      signed: values of any sign on a linear scale; only those that are not finite leave a gap.
     """
-    finite = [v for curve in curves.values() for v in curve if math.isfinite(v) and v > 0.0] or [1.0]
+    finite = [v for curve in curves.values() for v in curve if math.isfinite(v) and (signed or v > 0.0)] or [
+        1.0
+    ]
     low, high = min(finite), max(finite)
-    log_y = high / low > 20.0
-    low, high = (low / 1.2, high * 1.2) if log_y else (0.0, high * 1.08)
+    log_y = not signed and high / low > 20.0
+    if signed:
+        room = 0.08 * (max(high, 0.0) - min(low, 0.0)) or 1.0
+        low, high = (low - room if low < 0.0 else 0.0), (high + room if high > 0.0 else 0.0)
+    else:
+        low, high = (low / 1.2, high * 1.2) if log_y else (0.0, high * 1.08)
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def at(xv: float, yv: float) -> tuple[float, float]:
@@ -90,7 +98,10 @@ def svg(
             _curve(
                 name,
                 index,
-                [at(a, b) if math.isfinite(b) and b > 0.0 else None for a, b in zip(x, values, strict=True)],
+                [
+                    at(a, b) if math.isfinite(b) and (signed or b > 0.0) else None
+                    for a, b in zip(x, values, strict=True)
+                ],
             )
         )
     return "\n".join([*parts, "</svg>"]) + "\n"

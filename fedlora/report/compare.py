@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,5 +75,11 @@ def _curves(runs: Sequence[RunData], rows: Sequence[dict[str, Any]]) -> str:
                 np.interp(x, rounds, values, left=np.nan, right=np.nan) if rounds else np.full(len(x), np.nan)
             )
             curves[f"{place}: {row['run']}"] = line.tolist()
-        drawn.append(svg(metric, "round", [float(one) for one in x], curves, y_label=metric))
+        drawn.append(
+            svg(metric, "round", [float(one) for one in x], curves, y_label=metric, signed=_signed(curves))
+        )
     return section("Over rounds", f'<div class="charts">{"".join(drawn)}</div>') if drawn else ""
+
+
+def _signed(curves: Mapping[str, Sequence[float]]) -> bool:
+    return any(value <= 0.0 for curve in curves.values() for value in curve)

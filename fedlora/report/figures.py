@@ -42,9 +42,9 @@ def charts(data: RunData, conditions: str) -> str:
     for title, label, keys in [*((name, name, ("metrics", name)) for name in names), *_CURVES]:
         x, y = data.series(*keys)
         if len(x) > 1 and any(value != y[0] for value in y[1:]):
-            drawn.append(
-                f"<figure>{svg(title, 'round', [float(one) for one in x], {title: y}, y_label=label)}</figure>"
-            )
+            at = [float(one) for one in x]
+            chart = svg(title, "round", at, {title: y}, y_label=label, signed=min(y) <= 0.0)
+            drawn.append(f"<figure>{chart}</figure>")
         elif x:
             constant.append((title, int(y[0]) if y[0].is_integer() else y[0]))
     budget = epsilon_chart(data)

@@ -20,7 +20,8 @@ border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:righ
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px}
 .card b{display:block;font-size:1.35rem}
 .card{background:var(--tint);border-radius:8px;padding:10px}.soft{color:var(--soft)}.bad{color:var(--bad);font-weight:600}
-.good{color:var(--good);font-weight:600}svg{max-width:100%;height:auto}pre{overflow-x:auto;font-size:.82rem}
+.good{color:var(--good);font-weight:600}svg{max-width:100%;height:auto}figure{margin:0}
+figcaption{font-size:.82rem;color:var(--soft)}.charts svg text{font-size:19px}pre{overflow-x:auto;font-size:.82rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:12px}
 .bar{display:flex;height:14px;border-radius:3px;overflow:hidden;background:var(--line)}.bar i{display:block;height:100%}
 """

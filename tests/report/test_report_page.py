@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -253,6 +254,25 @@ def test_curves_pass_through_the_runs_numbers(run_folder):
     heights = [420 - y for _, y in points]  # the plot's floor is zero
     assert len(points) == len(values)
     assert [h / heights[-1] for h in heights] == pytest.approx([v / values[-1] for v in values], abs=0.002)
+
+
+def test_values_below_zero_are_drawn(run_folder):
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for place, line in enumerate(lines):
+        line["metrics"] = {"matthews": 0.2 * place - 0.5}
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    page = render(read_run(run_folder))
+    chart = re.search(r"<svg[^>]*>(?:(?!</svg>).)*<title>matthews</title>.*?</svg>", page, re.S).group(0)
+    path = re.findall(r'<path d="(M[^"]*)" fill="none"', chart)[0]
+    heights = [float(one.split()[1]) for one in re.split("[ML]", path)[1:]]
+    assert len(heights) == 7
+    steps = [a - b for a, b in itertools.pairwise(heights)]
+    assert steps == pytest.approx([steps[0]] * 6, abs=0.2)
+    assert min(heights) >= 46
+    assert max(heights) <= 420
+    assert ">-0.5<" in chart
+    compared = render_comparison([read_run(run_folder)] * 2)
+    assert ">-0.5<" in compared
 
 
 def test_a_failed_audit_is_said_at_the_top(run_folder):
