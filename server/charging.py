@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedlora.accounting import Event
-from fedlora.aggregation.client_terms import client_terms
+from fedlora.config.client_terms import client_terms
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig
 from fedlora.errors import LedgerError
 from fedlora.ledger import Ledger

@@ -206,12 +206,15 @@ class RoundLoop:
             TooFewRepliesError: if this has happened too often in a row.
         """
         record = self._strategy.rounds[-1]
-        _LOG.warning("round %d: %s", number, problem)
+        said = [f"{client} refused: {reason}" for client, reason in sorted(record.refused.items())[:3]]
+        why = "; ".join([str(problem), *said])
+        _LOG.warning("round %d: %s", number, why)
         if record.asked and self._answers.out_of_budget >= set(record.asked):
             return False
         if self.state.empty_rounds >= min(MAX_EMPTY_ROUNDS, self._config.federation.rounds):
             raise TooFewRepliesError(
-                f"{self.state.empty_rounds} rounds in a row (of {self._config.federation.rounds}) had too few replies; last reason: {problem}; "
+                f"{self.state.empty_rounds} rounds in a row (of {self._config.federation.rounds}) had too few replies; "
+                f"last reason: {why}; "
                 "look at the clients' logs, or lower federation.min_replies"
             )
         return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS, LoadedBase
 from fedlora.adapters.offline import PACKAGED_MODELS
+from fedlora.config.client_terms import client_terms
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def privacy_text(config: FedLoraConfig, facts: RunFacts) -> str:
         "delta": f"{privacy.target_delta:g}",
         "unit": _unit(privacy),
         "adjacency": privacy.adjacency,
-        "adversary": _adversary(privacy),
+        "adversary": _adversary(config, privacy),
         "accountant": privacy.accountant,
         "mechanism": config.mechanism.kind,
         "noise multiplier": privacy.noise_multiplier,
-        "sampling assumption": f"Poisson sampling, rate {config.training.sample_rate:.4g} (public)",
-        "steps per client, at most": config.federation.rounds * config.training.local_steps,
+        "sampling assumption": _sampling(config, privacy),
+        "releases, at most": _releases(config, privacy),
     }
     rows |= {f"run: {name}": value for name, value in facts.statement.items() if value is not None}
     text = _table(rows)
@@ -81,12 +82,23 @@ def _unit(privacy: RecordPrivacy | ClientPrivacy) -> str:
     return "one record (per record, not per person)"
 
 
-def _adversary(privacy: RecordPrivacy | ClientPrivacy) -> str:
+def _adversary(config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy) -> str:
     if isinstance(privacy, RecordPrivacy):
         return "anyone who sees every update, the server included"
-    if privacy.noise_at == "server":
-        return "anyone who sees the published adapters; the server is trusted to add noise"
-    return "anyone who sees the sums; noise is shared between the clients"
+    return client_terms(privacy, config.federation).adversary
+
+
+def _sampling(config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy) -> str:
+    if isinstance(privacy, RecordPrivacy):
+        return f"Poisson sampling of records, rate {config.training.sample_rate:.4g} (public)"
+    return client_terms(privacy, config.federation).sampling
+
+
+def _releases(config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy) -> str:
+    rounds = config.federation.rounds
+    if isinstance(privacy, RecordPrivacy):
+        return f"{rounds * config.training.local_steps} steps per client"
+    return f"{rounds} rounds"
 
 
 def _front_matter(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:

@@ -357,7 +357,8 @@ class Aggregator:
         reasons = [f"{client}: {reason}" for client, reason in sorted(self._rejected.items())[:5]]
         raise TooFewRepliesError(
             f"{len(self._accepted)} usable updates; federation.min_replies is {self.rules.min_replies}; the global "
-            "adapter is unchanged. " + ("Rejected: " + "; ".join(reasons) if reasons else "Nobody answered.")
+            "adapter is unchanged. "
+            + ("Rejected: " + "; ".join(reasons) if reasons else "No update came in.")
         )
 
     def _finish_plain(self) -> Outcome:

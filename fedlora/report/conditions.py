@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fedlora.aggregation.client_terms import ROUTED_HONESTLY, client_terms
+from fedlora.config.client_terms import ROUTED_HONESTLY, client_terms
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 
 NO_PRIVACY: Final = "no privacy: nothing was clipped or noised"

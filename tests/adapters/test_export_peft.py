@@ -414,7 +414,7 @@ def test_the_card_states_epsilon_with_everything_it_means(tmp_path: Path) -> Non
         "one record (per record, not per person)",
         "add_or_remove",
         "the server included",
-        "Poisson sampling, rate 0.1",
+        "Poisson sampling of records, rate 0.1",
         "lora_fa",
         "notes-2026",
         "bad, fair, good",

@@ -8,7 +8,7 @@ from aggregation_cases import federation
 from fedlora.accounting import GaussianEvent, PoissonGaussianEvent, epsilon_of
 from fedlora.aggregation import ClientPlan
 from fedlora.aggregation.client_privacy import client_event
-from fedlora.aggregation.client_terms import client_terms
+from fedlora.config.client_terms import client_terms
 from fedlora.config.schema import BudgetConfig, ClientPrivacy
 from fedlora.ledger import Account, load_or_create_secret, open_ledger
 
