@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ from fedlora.errors import ExportError
 
 if TYPE_CHECKING:
     from fedlora.adapters.export import ExportReport, RunFacts
+    from fedlora.config.schema import FedLoraConfig
+    from fedlora.wire.payload import AdapterPayload
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -89,7 +92,22 @@ def export_run(
     facts = read_facts(run)
     if merged:
         return export_merged(bench, payload, output or run / "merged", dtype=dtype, facts=facts)
+    payload, lost = at_export_rank(config, payload)
+    if lost is not None:
+        facts = replace(facts, warnings=(*facts.warnings, lost))
     return export_adapter(bench, payload, output or run / "adapter", facts=facts)
+
+
+def at_export_rank(config: FedLoraConfig, payload: AdapterPayload) -> tuple[AdapterPayload, str | None]:
+    """Cut folded weights to `mechanism.export_rank` where one is set, and say what was lost; else change nothing."""
+    from fedlora.mechanisms.noisy_projection import truncated_export
+
+    rank = getattr(config.mechanism, "export_rank", None)
+    if rank is None or payload.kind != "factors":
+        return payload, None
+    cut, errors = truncated_export(payload, rank)
+    worst = max(errors.values(), default=0.0)
+    return cut, f"the adapter was cut to rank {rank}; the largest relative error of a layer is {worst:.3g}"
 
 
 def read_facts(run: Path) -> RunFacts:

@@ -13,6 +13,7 @@ from engine_zoo import FAMILIES, ZooTask, adapted_model, config, records
 from fedlora.accounting import NoisyProjectionEvent, epsilon_of
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.projection_recipe import SEED_NOTE, with_projection
+from fedlora.cli.export import at_export_rank
 from fedlora.errors import (
     LayoutMismatchError,
     PrivacyParameterError,
@@ -320,3 +321,16 @@ def test_cohorts_equal_single_clients():
         for name, block in update.payload.blocks.items():
             assert np.allclose(block, alone.payload.blocks[name], atol=1e-6), name
     assert LORA_A  # factors carry both sides
+
+
+@pytest.mark.parametrize("rank", [None, 2, 99])
+def test_export_rank_cuts_the_exported_adapter_and_says_what_was_lost(rank):
+    adapted, mechanism, payload, *_ = setup("bert", export_rank=rank)
+    cut, lost = at_export_rank(mechanism.config, payload)
+    if rank is None:
+        assert (cut, lost) == (payload, None)
+        return
+    assert {spec.rank for spec in cut.modules.values()} == {min(rank, 16)}
+    assert f"rank {rank}" in lost
+    assert (float(lost.rsplit(" ", 1)[1]) > 0.01) == (rank == 2)
+    adapted.load(cut)
