@@ -267,7 +267,6 @@ _BENCH: list[Bench] = []
 def start_worker(args: argparse.Namespace) -> None:
     """Load data and model once in a worker process."""
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision(args.matmul)
     _BENCH.append(Bench.load(args))
 
 
@@ -392,9 +391,6 @@ def main() -> None:
     parser.add_argument("--max-eval", type=int, default=10_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pass-tokens", type=int, default=None, help="padded tokens in one pass at most")
-    parser.add_argument(
-        "--matmul", choices=("highest", "high"), default="highest", help="high: TF32 on a GPU"
-    )
     parser.add_argument("--verbose", action="store_true", help="print every run")
     parser.add_argument("--workers", type=int, default=1, help="runs side by side, each a process of its own")
     parser.add_argument("--json", type=Path, default=Path("runs/utility_mechanisms.jsonl"))
