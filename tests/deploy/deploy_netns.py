@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
@@ -96,8 +97,8 @@ class SlowWire:
     Attributes:
         up: bytes that went to the server so far.
         delay: seconds that each chunk waits, in both directions.
-        answer_delay: seconds that each of the server's answers waits.
-        mute: nothing of the server comes back any more.
+        mute_when: asked half a second after each answer of the server; from True on nothing comes back.
+        muted: set from then on.
         loss: every so many chunks one waits for a second more, as a lost packet does; 0 loses none.
         allowed: bytes that may still go up; None for all.
     """
@@ -108,7 +109,8 @@ class SlowWire:
         self.delay, self.loss = 0.0, 0
         self.allowed: int | None = None
         self.stopped = threading.Event()
-        self.answer_delay, self.mute = 0.0, False
+        self.mute_when: Callable[[], bool] | None = None
+        self.muted = threading.Event()
         self._closed = threading.Event()
         self._chunks = 0
         ready = threading.Event()
@@ -117,9 +119,10 @@ class SlowWire:
 
     def normal(self) -> None:
         """Let everything through again; what was held back is gone, its connections are closed."""
-        self.allowed, self.mute = None, False
-        self.delay, self.answer_delay, self.loss = 0.0, 0.0, 0
+        self.allowed, self.mute_when = None, None
+        self.delay, self.loss = 0.0, 0
         self.stopped.clear()
+        self.muted.clear()
 
     def close(self) -> None:
         """Stop for good."""
@@ -176,16 +179,17 @@ class SlowWire:
         return True
 
     def _downward(self, data: bytes, sink: socket.socket) -> bool:
-        if self.answer_delay:
-            time.sleep(self.answer_delay)
-        if self.mute:
-            return self._hang()
+        if self.mute_when is not None:
+            time.sleep(0.5)
+            if self.mute_when():
+                self.muted.set()
+                return self._hang()
         sink.sendall(data)
         return True
 
     def _hang(self) -> bool:
         """Hold a connection silently until the wire is normal again, then drop it."""
-        while (self.allowed is not None or self.mute) and not self._closed.is_set():
+        while (self.allowed is not None or self.mute_when is not None) and not self._closed.is_set():
             time.sleep(0.05)
         return False
 
