@@ -218,7 +218,8 @@ def _statement(prepared: Prepared, reply: ClientReply) -> PrivacyStatement:
         sampling=POISSON.format(rate=config.training.sample_rate),
     )
     layers = len(bench.layout.modules)
-    notes = (f"one joint release of {layers} layers, each clipped alone", PUBLIC_A)
+    parts = "1 layer" if layers == 1 else f"{layers} layers, each clipped alone"
+    notes = (f"one joint release of {parts}", PUBLIC_A)
     return replace(stated, conditions=(*notes, *stated.conditions))
 
 
