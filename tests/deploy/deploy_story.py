@@ -18,7 +18,7 @@ from fedlora.cli import pki
 from fedlora.cli.keyring import AllowList
 from fedlora.ledger import Account, load_secret, open_ledger
 
-ROUNDS = 22
+ROUNDS = 20
 DEADLINE = float(os.environ.get("FEDLORA_TEST_DEADLINE", "45"))
 """The stragglers' deadline; raise it where the machine is busy."""
 SITES = ("site-a", "site-b", "site-c")
