@@ -19,6 +19,11 @@ from fedlora.accounting.reports import Adjacency
 Parts = tuple[tuple[Event, int], ...]
 SMALLEST_DELTA = 1.0e-13
 _NICE = (1.0, 2.0, 5.0)
+_BLOCK = 1_000_000
+FAILURES = (ArithmeticError, MemoryError, ValueError, TypeError, IndexError)
+"""What dp_accounting's arithmetic ends in at extreme scales: the tool does not apply there, other bounds decide."""
+_MOST_REFINED = 4_000_000
+"""Beyond this many steps the grid gets no finer: the composed one would not fit; the bound is looser, never invalid."""
 
 
 def gaussian_parts(parts: Parts) -> tuple[float, tuple[tuple[float, float, int], ...]] | None:
@@ -127,6 +132,17 @@ def step(sigma: float, rate: float, interval: float, adjacency: Adjacency, pessi
     )
 
 
+def repeat(one: Any, count: int) -> Any:
+    """Return a distribution composed `count` times, in blocks where dp_accounting would raise a size to that power."""
+    if count == 1:
+        return one
+    blocks, rest = divmod(count, _BLOCK)
+    if blocks == 0:
+        return one.self_compose(count)
+    many = repeat(one.self_compose(_BLOCK), blocks)
+    return many if rest == 0 else many.compose(repeat(one, rest))
+
+
 @functools.lru_cache(maxsize=32)
 def _composed(
     full: float,
@@ -139,7 +155,7 @@ def _composed(
     total = None
     for sigma, rate, count in (*steps, *sampled):
         one = step(sigma, rate, interval, adjacency, pessimistic)
-        many = one if count == 1 else one.self_compose(count)
+        many = repeat(one, count)
         total = many if total is None else total.compose(many)
     return total
 
@@ -157,7 +173,7 @@ def _plan(
         return None
     widths = [loss_range(sigma, rate, adjacency) for sigma, rate, _ in steps]
     # below 1e-10 the rounding of many small masses weighs more than the discretisation
-    total = sum(count for _, _, count in steps) if delta >= 1.0e-10 else 1
+    total = min(sum(count for _, _, count in steps), _MOST_REFINED) if delta >= 1.0e-10 else 1
     interval = nice(choose_interval(max(widths), rough, total) * coarse)
     rounding = sum(
         4.0e-16 * count * (width / interval) ** 1.5
@@ -215,7 +231,7 @@ def _read_epsilon(
             return float(
                 _composed(full, sampled, interval, adjacency, pessimistic).get_epsilon_for_delta(delta)
             )
-    except (OverflowError, MemoryError):
+    except FAILURES:
         return math.nan
 
 
@@ -240,9 +256,14 @@ def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -
     if plan is None:
         return None
     (full, sampled), interval, rounding = plan
-    with _quiet():
-        composed = _composed(full, sampled, interval, adjacency, True)
-        value = float(composed.get_delta_for_epsilon(max(0.0, epsilon_at - rounding)))
+    try:
+        with _quiet():
+            composed = _composed(full, sampled, interval, adjacency, True)
+            value = float(composed.get_delta_for_epsilon(max(0.0, epsilon_at - rounding)))
+    except FAILURES:
+        return None
+    if math.isnan(value):
+        return None
     return min(1.0, max(0.0, value) + SMALLEST_DELTA)
 
 

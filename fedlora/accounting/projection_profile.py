@@ -284,7 +284,7 @@ def _read(found: tuple[Any, float] | None, delta: float) -> float | None:
     total, rounding = found
     try:
         value = float(total.get_epsilon_for_delta(delta))
-    except (OverflowError, MemoryError):
+    except pld.FAILURES:
         return None
     return None if math.isnan(value) else max(0.0, value) + rounding
 
@@ -299,7 +299,7 @@ def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: floa
     total, rounding = found
     try:
         value = float(total.get_delta_for_epsilon(max(0.0, epsilon_at - rounding)))
-    except (OverflowError, MemoryError):
+    except pld.FAILURES:
         return None
     return None if math.isnan(value) else min(1.0, max(0.0, value) + pld.SMALLEST_DELTA)
 
@@ -315,7 +315,10 @@ def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float
     """The composed distribution on the first grid that fits, with its rounding margin."""
     interval = _interval(rough, coarse)
     for _ in range(8):
-        composed = _compose(parts, interval, adjacency)
+        try:
+            composed = _compose(parts, interval, adjacency)
+        except pld.FAILURES:
+            return None
         if composed is not None:
             return composed
         interval *= 2.0
@@ -338,6 +341,6 @@ def _compose(parts: pld.Parts, interval: float, adjacency: Adjacency) -> tuple[A
             one = pld.step(sigma, rate, interval, adjacency, True)
             size = int(pld.loss_range(sigma, rate, adjacency) / interval) + 1
         rounding += 4.0e-16 * count * float(size) ** 1.5
-        many = one if count == 1 else one.self_compose(count)
+        many = pld.repeat(one, count)
         total = many if total is None else total.compose(many)
     return total, rounding

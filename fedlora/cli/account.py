@@ -11,11 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from fedlora.accounting import (
-    GaussianEvent,
     M1Event,
     PaveEvent,
-    PoissonGaussianEvent,
-    ProjectionGroup,
     SketchEvent,
     VectorProjectionEvent,
     epsilon_of,
@@ -65,6 +62,7 @@ from fedlora.cli.account_options import (
     writable,
 )
 from fedlora.cli.account_projection import kind_of_bound, projection_curves, projection_report
+from fedlora.cli.account_table import table
 from fedlora.cli.common import JsonOption
 from fedlora.errors import PrivacyParameterError
 
@@ -77,6 +75,7 @@ app = typer.Typer(
     epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1 --steps 1000 --delta 1e-5",
 )
 app.add_typer(calibrate_app, name="calibrate")
+app.command("table", epilog="Example: fedlora account table --json")(table)
 
 
 @app.command(
@@ -393,4 +392,4 @@ def pave_noisy(
     )
 
 
-__all__ = ["GaussianEvent", "PoissonGaussianEvent", "ProjectionGroup", "app"]
+__all__ = ["app"]

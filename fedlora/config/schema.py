@@ -135,7 +135,6 @@ class NoisyProjectionMechanism(Section):
 
     kind: Literal["noisy_projection"]
     projection_source: Literal["client", "shared"]
-    bound: Literal["moment", "theorem5"] = "moment"
     head_max_grad_norm: Positive | None = None
     head_noise_multiplier: Positive | None = None
     clipping: bool = True
