@@ -166,22 +166,23 @@ class SlowWire:
             time.sleep(1.0)
 
     def _upward(self, data: bytes, sink: socket.socket) -> bool:
-        if self.allowed is not None and len(data) > self.allowed:
-            part, self.allowed = data[: self.allowed], 0
-            sink.sendall(part)
-            self.up += len(part)
+        allowed = self.allowed  # `normal` may change it at any time
+        if allowed is not None and len(data) > allowed:
+            sink.sendall(data[:allowed])
+            self.up += allowed
             self.stopped.set()
             return self._hang()
-        if self.allowed is not None:
-            self.allowed -= len(data)
+        if allowed is not None:
+            self.allowed = allowed - len(data)
         sink.sendall(data)
         self.up += len(data)
         return True
 
     def _downward(self, data: bytes, sink: socket.socket) -> bool:
-        if self.mute_when is not None:
+        mute = self.mute_when  # `normal` may change it at any time
+        if mute is not None:
             time.sleep(0.5)
-            if self.mute_when():
+            if mute():
                 self.muted.set()
                 return self._hang()
         sink.sendall(data)
