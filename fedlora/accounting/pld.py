@@ -13,6 +13,8 @@ import logging
 import math
 from typing import Any
 
+import numpy as np
+
 from fedlora.accounting.events import Event, GaussianEvent, NoisyProjectionEvent, PoissonGaussianEvent
 from fedlora.accounting.reports import Adjacency
 
@@ -82,11 +84,7 @@ def loss_range(sigma: float, rate: float, adjacency: Adjacency) -> float:
     """Return the width of one step's privacy loss, up to a mass of about 1e-22."""
     mu = (2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0) / sigma
     top = mu * mu / 2.0 + 10.0 * mu
-    return (
-        top
-        if rate == 1.0
-        else min(top, float(top + math.log(rate)) if top > 30.0 else math.log1p(rate * math.expm1(top)))
-    )
+    return top if rate == 1.0 else float(np.logaddexp(math.log1p(-rate), math.log(rate) + top))
 
 
 def choose_interval(widest: float, epsilon: float, count: int = 1) -> float:

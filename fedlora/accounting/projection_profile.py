@@ -26,7 +26,6 @@ from fedlora.accounting.reports import Adjacency
 _NODES = 48
 _LARGEST_GRID = 40_000
 _STEPS = 1500.0
-_PASSES = 3
 
 
 def _nodes(group: ProjectionGroup, gain: float) -> tuple[FloatArray, FloatArray]:
@@ -267,13 +266,11 @@ def epsilon(
     if delta < pld.SMALLEST_DELTA or not applies(parts):
         return None
     best = math.inf
-    for _ in range(_PASSES):
+    for scout in (4.0, 1.0, 1.0):  # a coarse pass first, since the rough bound can be far above
         guess = min(rough, best)
-        value = _read(_settled(parts, adjacency, guess, coarse), delta)
-        if value is None:
-            break
-        best = min(best, value)
-        if not _interval(best, coarse) < 0.9 * _interval(guess, coarse):
+        value = _read(_settled(parts, adjacency, guess, coarse * scout), delta)
+        best = best if value is None else min(best, value)
+        if scout == 1.0 and not _interval(best, coarse) < 0.9 * _interval(guess, coarse):
             break
     return None if math.isinf(best) else best
 

@@ -80,7 +80,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
                 return command(*args, **kwargs)
         except FedLoraError:
             raise
-        except (ArithmeticError, ValueError, IndexError, MemoryError) as error:
+        except (ArithmeticError, ValueError, TypeError, IndexError, MemoryError) as error:
             raise PrivacyParameterError(
                 f"options: a value is too large or too small for double precision ({type(error).__name__}); "
                 "use values between about 1e-100 and 1e100"
