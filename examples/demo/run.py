@@ -36,7 +36,7 @@ HEAD_ONLY = (
     "adapter.target_modules=[]",
     "privacy.group_weights=equal",
 )
-NOT_PRIVATE = ("run.name=demo-no-privacy", "privacy={unit: none}", "federation.rounds=10")
+NOT_PRIVATE = ("run.name=demo-no-privacy", "privacy={unit: none}", "federation.rounds=8")
 
 
 def run(title: str, overrides: tuple[str, ...], ledger: Path | None) -> RunResult:
@@ -90,14 +90,14 @@ def main() -> int:
             print(f"the run ended early: {private.status}; see {private.folder}", file=sys.stderr)
             return 1
         head = run("the head alone, epsilon 8", (*HEAD_ONLY, *extra), other)
-        plain = run("without privacy, 10 rounds", (*NOT_PRIVATE, *extra), None)
+        plain = run("without privacy, 8 rounds", (*NOT_PRIVATE, *extra), None)
     except FedLoraError as error:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code
     print(f"\n{'':<34}{'accuracy':>9}{'epsilon':>13}{'time':>11}")
     print(row("DP-LoRA-FA", private))
     print(row("head alone, same epsilon", head))
-    print(row("no privacy, 10 rounds", plain))
+    print(row("no privacy, 8 rounds", plain))
     majority = (private.metrics or {}).get("majority", float("nan"))
     print(f"majority class {majority:.3f}; delta {private.statement['delta']}")
     print(f"\nrun folder    {private.folder}\nreport        {private.folder / 'report.html'}")

@@ -13,7 +13,8 @@ import typer
 
 from fedlora.errors import FedLoraError, PrivacyParameterError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DeltaOption = Annotated[float, typer.Option("--delta", help="Failure probability in (0, 1).")]
 TargetOption = Annotated[float, typer.Option("--target-epsilon", help="The epsilon that must not be passed.")]

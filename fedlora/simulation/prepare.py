@@ -78,7 +78,9 @@ def _members(config: FedLoraConfig, parts: dict[str, Index]) -> dict[str, Index]
         return parts
     unknown = sorted(set(members) - set(parts))
     if unknown:
-        raise ConfigError(f"federation.members: {unknown[:3]} are no clients of the partition; correct the names")
+        raise ConfigError(
+            f"federation.members: {unknown[:3]} are no clients of the partition; correct the names"
+        )
     return {client: parts[client] for client in parts if client in set(members)}
 
 
