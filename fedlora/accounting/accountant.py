@@ -139,8 +139,8 @@ def _evaluate(parts: Parts, delta: float, adjacency: Adjacency, name: str, coars
     if pld.is_exact(parts):
         parts = truncation.envelopes(parts)  # nothing is projected: plain Gaussians, with all their orders
 
-    def cover(gaussians: Parts, left: float) -> tuple[float, str]:
-        return _cached(_keys(gaussians), _Parts(gaussians), left, adjacency, "best", coarse)[:2]
+    def cover(gaussians: Parts, left: float, grid: float) -> tuple[float, str]:
+        return _cached(_keys(gaussians), _Parts(gaussians), left, adjacency, "best", grid)[:2]
 
     renyi = rdp_epsilon(parts, delta, adjacency)
     found = bounds.collect(bounds.Question(parts, delta, adjacency, name, renyi, coarse), cover)

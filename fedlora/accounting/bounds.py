@@ -60,8 +60,12 @@ class Bounds:
         return self.labels.get(tool, TOOLS[tool])
 
 
-Evaluate = Callable[[pld.Parts, float], tuple[float, str]]
-"""(Gaussian parts, delta) -> (best bound, its tool's name), at the question's relation and coarseness."""
+Evaluate = Callable[[pld.Parts, float, float], tuple[float, str]]
+"""(Gaussian parts, delta, coarseness) -> (best bound, its tool's name), at the question's relation."""
+_SCOUT = 10.0
+_NEAR = 1.02
+_TINY = 1.0e-9
+"""Covers are looked at on a coarse grid first; in full only where they come near the smallest bound."""
 
 
 def order(tool: str) -> int:
@@ -127,10 +131,18 @@ def _add_covers(found: Bounds, asked: Question, evaluate: Evaluate) -> None:
         spent = share * asked.delta
         parts = truncation.gaussians(asked.parts, spent, asked.adjacency)
         covers.append(("truncated", parts, asked.delta - spent))
-    for tool, parts, left in covers:
-        if floor.epsilon_floor(parts, left, asked.adjacency) >= found.smallest:
+    able = [
+        cover
+        for cover in covers
+        if found.smallest > _TINY
+        and floor.epsilon_floor(cover[1], cover[2], asked.adjacency) < found.smallest
+    ]
+    scouts = [evaluate(parts, left, max(_SCOUT, asked.coarse))[0] for _, parts, left in able]
+    limit = _NEAR * min([found.smallest, *scouts])
+    for (tool, parts, left), scout in zip(able, scouts, strict=True):
+        if scout > limit:
             continue
-        value, inner = evaluate(parts, left)
+        value, inner = evaluate(parts, left, asked.coarse)
         if value < found.values.get(tool, math.inf):
             found.values[tool], found.labels[tool] = value, f"{TOOLS[tool]}: {inner}"
 
