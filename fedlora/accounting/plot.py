@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8d5a97", "#b8860b", "#444444")
@@ -35,6 +35,44 @@ def _scale(low: float, high: float, log: bool, start: float, stop: float, value:
     return start + share * (stop - start)
 
 
+def _extent(curves: Mapping[str, Sequence[float]], signed: bool) -> tuple[float, float, bool]:
+    """Lowest and highest value of the vertical axis with some room, and whether it is logarithmic."""
+    known = [v for curve in curves.values() for v in curve if math.isfinite(v) and (signed or v > 0.0)]
+    low, high = min(known, default=1.0), max(known, default=1.0)
+    if signed:
+        room = 0.08 * (max(high, 0.0) - min(low, 0.0)) or 1.0
+        return (low - room if low < 0.0 else 0.0), (high + room if high > 0.0 else 0.0), False
+    return (low / 1.2, high * 1.2, True) if high / low > 20.0 else (0.0, high * 1.08, False)
+
+
+def _grid(
+    x_ticks: list[float],
+    y_ticks: list[float],
+    at: Callable[[float, float], tuple[float, float]],
+    corner: tuple[float, float],
+) -> list[str]:
+    """Lines and numbers of both axes; `corner` is any point inside the chart."""
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    parts = []
+    for tick in x_ticks:
+        px = at(tick, corner[1])[0]
+        parts.append(f'<path d="M{px:.1f} {_TOP}V{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    for tick in y_ticks:
+        py = at(corner[0], tick)[1]
+        parts.append(f'<path d="M{_LEFT} {py:.1f}H{right}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    return parts
+
+
+def _titles(x_label: str, y_label: str) -> list[str]:
+    across, down = (_LEFT + _WIDTH - _RIGHT) / 2, (_TOP + _HEIGHT - _BOTTOM) / 2
+    return [
+        f'<text x="{across}" y="{_HEIGHT - 16}" text-anchor="middle">{html.escape(x_label)}</text>',
+        f'<text x="18" y="{down}" transform="rotate(-90 18 {down})" text-anchor="middle">{html.escape(y_label)}</text>',
+    ]
+
+
 def svg(
     title: str,
     x_label: str,
@@ -57,16 +95,7 @@ def svg(
       y_label: name of the vertical axis.
       signed: values of any sign on a linear scale; only those that are not finite leave a gap.
     """
-    finite = [v for curve in curves.values() for v in curve if math.isfinite(v) and (signed or v > 0.0)] or [
-        1.0
-    ]
-    low, high = min(finite), max(finite)
-    log_y = not signed and high / low > 20.0
-    if signed:
-        room = 0.08 * (max(high, 0.0) - min(low, 0.0)) or 1.0
-        low, high = (low - room if low < 0.0 else 0.0), (high + room if high > 0.0 else 0.0)
-    else:
-        low, high = (low / 1.2, high * 1.2) if log_y else (0.0, high * 1.08)
+    low, high, log_y = _extent(curves, signed)
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def at(xv: float, yv: float) -> tuple[float, float]:
@@ -78,21 +107,8 @@ def svg(
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{html.escape(title)}</text>',
     ]
-    for tick in _ticks(min(x), max(x), log_x):
-        px = at(tick, high)[0]
-        parts.append(f'<path d="M{px:.1f} {_TOP}V{bottom}" stroke="#ddd"/>')
-        parts.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
-    for tick in _ticks(low, high, log_y):
-        py = at(x[0], tick)[1]
-        parts.append(f'<path d="M{_LEFT} {py:.1f}H{right}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    parts.append(
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 16}" text-anchor="middle">{html.escape(x_label)}</text>'
-    )
-    parts.append(
-        f'<text x="18" y="{(_TOP + bottom) / 2}" transform="rotate(-90 18 {(_TOP + bottom) / 2})" '
-        f'text-anchor="middle">{html.escape(y_label)}</text>'
-    )
+    parts.extend(_grid(_ticks(min(x), max(x), log_x), _ticks(low, high, log_y), at, (x[0], high)))
+    parts.extend(_titles(x_label, y_label))
     for index, (name, values) in enumerate(curves.items()):
         parts.append(
             _curve(
