@@ -117,7 +117,7 @@ def test_check_shows_precedence_and_gives_one_object(
     record = json.loads(capsys.readouterr().out)
     assert record["config"]["federation"]["rounds"] == 5
     assert record["predicted"]["steps_per_client_at_most"] == 5
-    assert any("federation.rounds = 5 from command line, over 20" in line for line in record["overridden"])
+    assert any("federation.rounds = 5 from command line, over 30" in line for line in record["overridden"])
 
 
 def test_the_files_of_init_are_usable_and_nothing_is_overwritten(
