@@ -36,7 +36,12 @@ HEAD_ONLY = (
     "adapter.target_modules=[]",
     "privacy.group_weights=equal",
 )
-NOT_PRIVATE = ("run.name=demo-no-privacy", "privacy={unit: none}", "federation.rounds=8")
+NOT_PRIVATE = (
+    "run.name=demo-no-privacy",
+    "privacy={unit: none}",
+    "federation.rounds=8",
+    "federation.server_optimizer={kind: adam, lr: 2.0e-3, beta1: 0.9, beta2: 0.99, eps: 1.0e-8}",
+)
 
 
 def run(title: str, overrides: tuple[str, ...], ledger: Path | None) -> RunResult:
