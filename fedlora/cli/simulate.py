@@ -101,9 +101,21 @@ def run_simulation(
     total = 1 if shown is None else shown.federation.rounds
     logging.getLogger("flwr").setLevel(logging.WARNING)
     with progress_display(total, quiet=quiet, config=shown) as note:
-        result = start(settings, resume=resume, ledger=ledger, progress=note, in_process=in_process)
+        result = start(
+            settings,
+            resume=resume,
+            ledger=ledger,
+            progress=note,
+            in_process=in_process,
+            announce=None if quiet else _announce,
+        )
     write_report(result.folder)
     return result
+
+
+def _announce(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def write_report(folder: Path) -> Path:
@@ -190,6 +202,7 @@ def as_object(result: RunResult) -> Mapping[str, Any]:
         "adapter": None if result.adapter is None else str(result.adapter),
         "report": str(result.folder / "report.html"),
         "seconds": dict(result.seconds),
+        "memory": dict(result.memory),
         "warnings": list(result.warnings),
     }
 

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from fedlora.errors import SimulationError
 from fedlora.names import META
-from fedlora.simulation.host import NodeHost, NodeSpec, Readiness
+from fedlora.simulation.host import Answered, NodeHost, NodeSpec, Readiness
 from fedlora.simulation.identity import SERVER_NODE, assume_identity, make_run, number_message
 from fedlora.simulation.messages import HEADER
 from fedlora.simulation.spending import Spending
@@ -63,6 +63,12 @@ class HostedGrid(Grid):
         self._pending: dict[str, Pending] = {}
         self._run = make_run(specs[0].run_number)
         self.replaced_workers = 0
+        self.cohort: int | None = None
+        """Clients that a worker trains together at most, as planned; set before the first message."""
+        self.halved: dict[int, int] = {}
+        """Worker to its cohort, where memory ran out all the same."""
+        self.worker_seconds = {"passes": 0.0, "noise": 0.0}
+        """Time of all workers in forward and backward passes and in drawing noise, so far."""
         assume_identity(specs[0].run_number, SERVER_NODE)
 
     # -- Flower's interface ----------------------------------------------------------------------
@@ -126,7 +132,25 @@ class HostedGrid(Grid):
         replies.extend(self._give_up(key, bound) for key in keys)
         return replies
 
+    def memory_per_worker(self) -> int | None:
+        """Return the bytes that a worker may use where they are not this machine's; None where it is this machine."""
+        return None
+
     # -- parts -----------------------------------------------------------------------------------
+
+    def _cohort_of(self, node_id: int) -> int | None:
+        return self.halved.get(node_id, self.cohort)
+
+    def _took(self, node_id: int, answered: Answered) -> Message:
+        """Record what a node's answer says, the ledger's part first, and return its message."""
+        self._spending.commit(answered.commits)
+        for name, value in answered.seconds.items():
+            self.worker_seconds[name] = self.worker_seconds.get(name, 0.0) + value
+        planned = self._cohort_of(node_id)
+        if answered.cohort is not None and (planned is None or answered.cohort < planned):
+            _LOG.warning("node %s: memory ran out; %d clients at once from now on", node_id, answered.cohort)
+            self.halved[node_id] = answered.cohort
+        return answered.message
 
     def _give_up(self, key: str, bound: float) -> Message:
         pending = self._pending.pop(key)
@@ -201,15 +225,15 @@ class InProcessGrid(HostedGrid):
 
     def _submit(self, pending: Pending) -> None:
         host = self._hosts[pending.message.metadata.dst_node_id]
-        pending.handle = host.process(pending.message, pending.grants)
+        cohort = self._cohort_of(pending.message.metadata.dst_node_id)
+        pending.handle = host.process(pending.message, pending.grants, cohort)
 
     def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
         del wait_seconds
         replies = []
         for key in keys:
-            reply, commits = self._pending.pop(key).handle
-            self._spending.commit(commits)
-            replies.append(reply)
+            pending = self._pending.pop(key)
+            replies.append(self._took(pending.message.metadata.dst_node_id, pending.handle))
         return replies
 
     def _abandon(self, pending: Pending) -> None:

@@ -60,6 +60,23 @@ class Readiness:
     peak_rss_mb: float
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What a node gives back for one message.
+
+    Attributes:
+        message: the reply. PUBLIC (under record-level privacy).
+        commits: what the driver must record before it hands the reply on.
+        cohort: clients that this node trains together at most; lower than asked where memory ran out.
+        seconds: time of this message in forward and backward passes and in drawing noise. Never leaves a simulation.
+    """
+
+    message: Message
+    commits: Sequence[CommitRequest]
+    cohort: int | None
+    seconds: Mapping[str, float]
+
+
 class NodeHost:
     """Runs inside a Ray actor (or in the driver, for tests)."""
 
@@ -131,23 +148,29 @@ class NodeHost:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return Readiness(self._spec.node_id, event.to_json(), os.getpid(), peak)
 
-    def process(self, message: Message, grants: Sequence[Grant]) -> tuple[Message, list[CommitRequest]]:
+    def process(self, message: Message, grants: Sequence[Grant], cohort: int | None = None) -> Answered:
         """Answer one Flower message with the ClientApp.
 
         Args:
             message: what the server sent.
             grants: reservations that the driver made for this message's clients.
-
-        Returns:
-            The reply and the commits that the driver must record before it hands the reply on.
+            cohort: clients to train together at most; None for no limit.
         """
         if self._app is None:
             raise SimulationError("node: asked before it was prepared")
         if self._own_process:
             assume_identity(self._spec.run_number, self._spec.node_id)
+        engine = self._trainer.engine
+        if cohort is not None and engine is not None:
+            engine.limit_cohort(cohort)
+        before = {} if engine is None else engine.seconds
         self._keeper.hand_over(grants)
         reply = self._app(message, self._context)
-        return reply, self._keeper.take_commits()
+        engine = self._trainer.engine
+        after = {} if engine is None else engine.seconds
+        seconds = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        found = None if engine is None else engine.cohort
+        return Answered(reply, self._keeper.take_commits(), found, seconds)
 
     def close(self) -> None:
         """Forget the trainer."""

@@ -6,6 +6,7 @@ its reservation is already spent) and fails by name after that. Every wait is bo
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -18,8 +19,8 @@ from fedlora.accounting import Event
 from fedlora.config.schema import RayConfig
 from fedlora.errors import FedLoraError, SimulationError
 from fedlora.simulation.cluster import Cluster, connect, disconnect
-from fedlora.simulation.grid import MAX_ATTEMPTS, HostedGrid, Pending, agree_on_event
-from fedlora.simulation.host import NodeHost, NodeSpec, Readiness
+from fedlora.simulation.grid import MAX_ATTEMPTS, HostedGrid, Pending, agree_on_event, packet_header
+from fedlora.simulation.host import Answered, NodeHost, NodeSpec, Readiness
 from fedlora.simulation.spending import Spending
 
 _LOG = logging.getLogger(__name__)
@@ -114,8 +115,9 @@ class RayGrid(HostedGrid):
         self._spending.event = event
 
     def _submit(self, pending: Pending) -> None:
-        actor = self._actors[pending.message.metadata.dst_node_id]
-        pending.handle = actor.process.remote(pending.message, list(pending.grants))
+        node_id = pending.message.metadata.dst_node_id
+        actor = self._actors[node_id]
+        pending.handle = actor.process.remote(pending.message, list(pending.grants), self._cohort_of(node_id))
 
     def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
         import ray
@@ -137,20 +139,29 @@ class RayGrid(HostedGrid):
         pending = self._pending[key]
         node_id = pending.message.metadata.dst_node_id
         try:
-            reply, commits = ray.get(reference, timeout=self._default_timeout)
+            answered: Answered = ray.get(reference, timeout=self._default_timeout)
         except (
             ray.exceptions.RayActorError,
             ray.exceptions.OutOfMemoryError,
             ray.exceptions.WorkerCrashedError,
-        ):
+        ) as error:
+            if isinstance(error, ray.exceptions.OutOfMemoryError) or "memory" in str(error).lower():
+                self._halve(pending, node_id)
             return self._after_death(key, pending, node_id)
         except ray.exceptions.RayError as error:
             del self._pending[key]
             return self._error_reply(pending.message, f"node {node_id}: {_first_line(error)}")
         del self._pending[key]
-        self._spending.commit(commits)
-        result: Message = reply
-        return result
+        return self._took(node_id, answered)
+
+    def _halve(self, pending: Pending, node_id: int) -> None:
+        """A worker that was killed for its memory goes on with half the clients at once."""
+        clients = len(packet_header(pending.message).get("clients", ()))
+        now = min(self._cohort_of(node_id) or clients, clients)
+        self.halved[node_id] = max(1, now // 2)
+        _LOG.warning(
+            "node %s: its worker ran out of memory; %d clients at once", node_id, self.halved[node_id]
+        )
 
     def _after_death(self, key: str, pending: Pending, node_id: int) -> Message | None:
         self._replace(node_id)
@@ -174,6 +185,20 @@ class RayGrid(HostedGrid):
     def _abandon(self, pending: Pending) -> None:
         """A worker that is late is replaced: its memory and its late result are thrown away."""
         self._replace(pending.message.metadata.dst_node_id)
+
+    def memory_per_worker(self) -> int | None:
+        """Return the share of the smallest machine of a cluster that was there before; None for our own Ray."""
+        if self._config.address is None:
+            return None
+        ray: Any = importlib.import_module("ray")
+        threads = max(spec.threads for spec in self._specs.values())
+        shares = []
+        for node in ray.nodes():
+            have = node.get("Resources", {})
+            places = min(len(self._specs), int(have.get("CPU", 0)) // threads)
+            if node.get("Alive") and places > 0 and "memory" in have:
+                shares.append(int(have["memory"]) // places)
+        return min(shares) if shares else None
 
     def worker_pids(self) -> list[int]:
         """Return the workers' process ids (waits until they are ready)."""

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,14 @@ from fedlora.simulation.counts import write_partition
 from fedlora.simulation.grid import HostedGrid, InProcessGrid
 from fedlora.simulation.host import NodeSpec
 from fedlora.simulation.identity import SERVER_NODE
+from fedlora.simulation.memory import (
+    MemoryPlan,
+    clients_of_a_worker,
+    earlier_cohort,
+    free_memory_here,
+    plan_memory,
+    write_plan,
+)
 from fedlora.simulation.overlap import find_sharing
 from fedlora.simulation.prepare import Federation, complete, make_federation, share_out
 from fedlora.simulation.settings import Progress, RunResult, ServerSettings, register_settings
@@ -46,6 +54,7 @@ def simulate(
     in_process: bool = False,
     stop_after: int | None = None,
     run_id: str | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Run one simulation on this machine or on a Ray cluster.
 
@@ -58,6 +67,7 @@ def simulate(
         in_process: run all nodes in this process, without Ray (tests, tiny runs).
         stop_after: end after this round as if interrupted (tests of resume).
         run_id: name of the run; made from the configuration's name, time and chance where None.
+        announce: told the memory plan in one line, before the first round.
 
     Returns:
         How the run ended.
@@ -80,6 +90,7 @@ def simulate(
             settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
             grid = _grid(settings, specs, spending, in_process)
             try:
+                plan = _plan_memory(grid, settings, specs, announce)
                 _log_plan(settings, specs, time.perf_counter() - started)
                 _run_server(grid, settings, run_number)
             finally:
@@ -87,7 +98,10 @@ def simulate(
             result = settings.result
             if result is None:
                 raise SimulationError("the server app ended without a result; see its log")
-            seconds = {**result.seconds, "wall": time.perf_counter() - started}
+            memory = write_plan(settings.folder, plan, grid.halved) if plan is not None else {}
+            inside = {f"workers_{name}": value for name, value in grid.worker_seconds.items()}
+            seconds = {**result.seconds, **inside, "wall": time.perf_counter() - started}
+            result = replace(result, memory=memory)
             told = () if sharing is None else sharing.warnings
             result = replace(result, seconds=seconds, warnings=(*result.warnings, *told))
             return _with_ledger(result, book, settings)
@@ -228,6 +242,33 @@ def _grid(
     from fedlora.simulation.raygrid import RayGrid
 
     return RayGrid(specs, spending, settings.config.simulation.ray, settings.run_id, timeout)
+
+
+def _plan_memory(
+    grid: HostedGrid,
+    settings: ServerSettings,
+    specs: list[NodeSpec],
+    announce: Callable[[str], None] | None,
+) -> MemoryPlan | None:
+    """Decide how many clients train together, say so, and write it down; None where it cannot be predicted."""
+    config, shares = settings.config, [len(spec.parts) for spec in specs]
+    earlier = earlier_cohort(settings.folder) if settings.resume else None
+    try:
+        free = grid.memory_per_worker()
+        if free is None:
+            free = free_memory_here(
+                len(specs), settings.bench.adapted.device.type, config.simulation.ray.gpus_per_worker
+            )
+        plan = plan_memory(settings.bench, clients_of_a_worker(config, shares), len(specs), free, earlier)
+    except Exception as error:  # a plan is a convenience: cohorts are halved where memory runs out
+        _LOG.warning("memory: not predicted (%s)", type(error).__name__)
+        return None
+    grid.cohort = plan.cohort
+    write_plan(settings.folder, plan, {})
+    _LOG.info("%s", plan.line())
+    if announce is not None:
+        announce(plan.line())
+    return plan
 
 
 def _log_plan(settings: ServerSettings, specs: list[NodeSpec], seconds: float) -> None:

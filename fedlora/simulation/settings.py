@@ -64,6 +64,7 @@ class RunResult:
         adapter: folder of the exported adapter, if it was exported.
         seconds: wall time per phase.
         warnings: what a reader must know ("no privacy", differences between ledger and mirror).
+        memory: a simulation's memory plan and its workers' halved cohorts (`plan.json`); empty elsewhere.
     """
 
     run_id: str
@@ -76,6 +77,7 @@ class RunResult:
     adapter: Path | None
     seconds: Mapping[str, float]
     warnings: Sequence[str] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
 
 Progress = Callable[[RoundRecord], bool | None]

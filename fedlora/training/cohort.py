@@ -8,6 +8,8 @@ taken and counted.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -24,7 +26,16 @@ from fedlora.mechanisms.noise import NoiseSource
 from fedlora.mechanisms.stages import NoisyUpdate
 from fedlora.training.cohort_parallel import DataParallel
 from fedlora.training.cohort_passes import PassRunner, full_float32
+from fedlora.training.cohort_retry import (
+    KeptJob,
+    RecordTooLargeError,
+    TooLargeError,
+    free_memory,
+    out_of_memory,
+)
 from fedlora.wire.payload import AdapterPayload
+
+_LOG = logging.getLogger(__name__)
 
 
 class CohortTask(Protocol):
@@ -105,16 +116,34 @@ class CohortEngine:
         self._parallel = parallel
         cohort = config.simulation.cohort
         self._cohort = None if cohort == "auto" else int(cohort)
+        self._noise_seconds = 0.0
 
     @property
     def passes(self) -> PassRunner:
         """The forward and backward passes, with their present size limits."""
         return self._passes
 
+    @property
+    def cohort(self) -> int | None:
+        """Clients trained together at most; None for no limit. Halved where they do not fit, and kept."""
+        return self._cohort
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time in forward and backward passes and in drawing noise so far (on a GPU: in launching them)."""
+        return {"passes": self._passes.seconds, "noise": self._noise_seconds}
+
+    def limit_cohort(self, clients: int) -> None:
+        """Train at most so many clients together; a smaller limit that was found before stays."""
+        self._cohort = clients if self._cohort is None else min(self._cohort, clients)
+
     def train(
         self, payload: AdapterPayload, jobs: Sequence[ClientJob], steps: int, first_step: int = 0
     ) -> list[ClientUpdate]:
         """Take local steps for every job from one payload.
+
+        Where memory runs out the cohort is halved: its clients start again from the payload with the draws that
+        they had, and nothing of the failed attempt is kept.
 
         Args:
             payload: what came down; not changed.
@@ -128,13 +157,45 @@ class CohortEngine:
         Raises:
             LayoutMismatchError: if the payload does not fit.
             PrivacyError: if a step's event differs from the mechanism's own.
+            TooLargeError: if clients do not fit in memory alone; it holds the others' updates.
         """
         updates: list[ClientUpdate] = []
-        size = self._cohort if self._cohort is not None else max(1, len(jobs))
+        too_large: dict[str, Exception] = {}
+        waiting = [KeptJob(job) for job in jobs]
         with full_float32():
-            for first in range(0, len(jobs), size):
-                updates += self._train_cohort(payload, jobs[first : first + size], steps, first_step)
+            while waiting:
+                now = waiting[: self._cohort]
+                found = self._attempt(payload, now, steps, first_step)
+                if not isinstance(found, Exception):
+                    updates += found
+                elif len(now) > 1:
+                    self._halve(len(now))
+                    continue
+                else:
+                    too_large[now[0].job.client] = found
+                waiting = waiting[len(now) :]
+        if too_large:
+            raise TooLargeError(updates, too_large)
         return updates
+
+    def _attempt(
+        self, payload: AdapterPayload, kept: Sequence[KeptJob], steps: int, first_step: int
+    ) -> list[ClientUpdate] | Exception:
+        """Train some clients together; return the error if memory ran out (without the frames that hold it)."""
+        limit = self._passes.max_tokens
+        try:
+            return self._train_cohort(payload, [one.start() for one in kept], steps, first_step)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError, RecordTooLargeError) as error:
+            if self._parallel is not None or not out_of_memory(error):
+                raise
+            if len(kept) > 1:
+                self._passes.max_tokens = limit
+            return error.with_traceback(None)
+
+    def _halve(self, clients: int) -> None:
+        self._cohort = clients // 2
+        free_memory()
+        _LOG.warning("out of memory with %d clients at once: %d from now on", clients, self._cohort)
 
     def _train_cohort(
         self, payload: AdapterPayload, jobs: Sequence[ClientJob], steps: int, first_step: int
@@ -171,7 +232,10 @@ class CohortEngine:
         """Draw, run the passes, clip, sum and add noise: all that is SENSITIVE of one step."""
         if self._parallel is None:
             clipped = self._passes.clipped_sums(mechanism, state, _draw(jobs))
-            return mechanism.noise(state, clipped, sources)
+            started = time.perf_counter()
+            noised = mechanism.noise(state, clipped, sources)
+            self._noise_seconds += time.perf_counter() - started
+            return noised
         parallel = self._parallel
         part = self._passes.clipped_sums(mechanism, state, parallel.share(lambda: _draw(jobs)))
         total = parallel.add(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.clip import add_sums, zero_sum
 from fedlora.mechanisms.per_record import per_record_gradients
 from fedlora.mechanisms.stages import ClippedSum
+from fedlora.training.cohort_retry import RecordTooLargeError, free_memory, out_of_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class PassRunner:
         """Fill a cohort's pass with idle copies of its last record, so that few shapes occur."""
         self.max_tokens: int | None = None
         """Padded tokens in one pass at most; halved whenever a pass does not fit in memory. Kept between rounds."""
+        self.seconds = 0.0
+        """Time in forward and backward passes so far (on a GPU: until they are launched)."""
 
     def clipped_sums(
         self, mechanism: Mechanism, state: LocalState, draws: Sequence[Sequence[Any]]
@@ -105,8 +109,10 @@ class PassRunner:
             try:
                 part = self._one_pass(mechanism, state, low, drawn, chunk)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as problem:
-                if not _out_of_memory(problem):
+                if not out_of_memory(problem):
                     raise
+                part = None
+            if part is None:  # outside the handler, which would keep the failed pass alive
                 self._halve(drawn, chunk)
                 pending = self._plan(drawn, chunk) + pending
                 continue
@@ -141,18 +147,17 @@ class PassRunner:
         """Halve the pass size after an out-of-memory.
 
         Raises:
-            ModelError: if a single record does not fit.
+            RecordTooLargeError: if a single record does not fit.
         """
         if len(chunk) == 1:
-            raise ModelError(
+            raise RecordTooLargeError(
                 "memory: one record alone does not fit; lower data.max_length, use a smaller model or dtype, or "
                 "switch model.gradient_checkpointing on"
-            ) from None
+            )
         tokens = len(chunk) * int(drawn.lengths[chunk].max())
         self.max_tokens = tokens // 2
         _LOG.warning("out of memory: passes are limited to half their size from now on")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
     def _one_pass(
         self, mechanism: Mechanism, state: LocalState, low: FlatBlocks, drawn: _Drawn, chunk: Places
@@ -172,6 +177,7 @@ class PassRunner:
         }
         views = mechanism.stages.views(mechanism, state, low, records)
         extras = {name: low[name] for name in mechanism.coordinates.extras}
+        started = time.perf_counter()
         with attention_kernels(adapted.device):
             gradients = per_record_gradients(
                 adapted,
@@ -182,6 +188,7 @@ class PassRunner:
                 records,
                 lambda: only_first(self._task.per_record_loss(adapted.model, moved), real),
             )
+        self.seconds += time.perf_counter() - started
         return mechanism.clip(gradients)
 
 
@@ -240,10 +247,3 @@ def refuse_packed(batch: Mapping[str, Any]) -> None:
         raise ModelError(
             f"batch: field {packed[0]} says that records are packed into rows; switch packing off"
         )
-
-
-def _out_of_memory(problem: BaseException) -> bool:
-    if isinstance(problem, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(problem)
-    return "can't allocate memory" in text or "out of memory" in text

@@ -15,9 +15,10 @@ from fedlora.config import config_container, config_from_container
 from fedlora.config.resolve import check_derived, config_hash
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, LoraFaMechanism, NoPrivacy
 from fedlora.data import Task, build_task
-from fedlora.errors import ConfigError, WireError
+from fedlora.errors import ConfigError, LayoutMismatchError, StaleRoundError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.training.charging import charged_event
+from fedlora.training.requests import RoundRequest
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
 
@@ -140,6 +141,25 @@ def read_config(container: Mapping[str, Any], claimed_hash: str) -> FedLoraConfi
             "server and trainer must run the same fedlora version"
         )
     return config
+
+
+def check_request(bench: Workbench, request: RoundRequest) -> None:
+    """Check what a round request says of the base model, the round and the steps.
+
+    Raises:
+        LayoutMismatchError: if the server trains another base model.
+        StaleRoundError: if round or steps are below 1.
+    """
+    mine, theirs = bench.base.fingerprint, request.payload.base_fingerprint
+    if mine != theirs:
+        raise LayoutMismatchError(
+            f"base model: the server trains {theirs[:16]}, this site loaded {mine[:16]}; "
+            "use the same model.name_or_path and revision on both sides"
+        )
+    if request.server_round < 1 or request.steps < 1:
+        raise StaleRoundError(
+            f"round request: round {request.server_round}, steps {request.steps}; both must be >= 1"
+        )
 
 
 def same_container(config: FedLoraConfig, container: Mapping[str, Any]) -> bool:

@@ -23,13 +23,7 @@ from typing import Any
 import fedlora
 from fedlora.accounting import Event
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
-from fedlora.errors import (
-    DataError,
-    FedLoraError,
-    LayoutMismatchError,
-    LedgerError,
-    StaleRoundError,
-)
+from fedlora.errors import DataError, FedLoraError, LedgerError
 from fedlora.ledger.types import Account, Budget, CommitRequest, Refusal, Reservation
 from fedlora.training.answers import (
     Signer,
@@ -42,6 +36,7 @@ from fedlora.training.answers import (
     with_examples,
 )
 from fedlora.training.charging import BudgetKeeper, Standing, charges, plan_round
+from fedlora.training.cohort_retry import TooLargeError
 from fedlora.training.drawing import make_job
 from fedlora.training.policy import Policy
 from fedlora.training.port import Hello, Packet, where_it_failed
@@ -54,6 +49,7 @@ from fedlora.training.session import (
     build_workbench,
     check_claims,
     check_clients,
+    check_request,
     layers_alone,
     read_config,
     same_container,
@@ -137,6 +133,11 @@ class Trainer:
         self.last_timings: Mapping[str, float] = {}
         """Seconds of the last round by part; for the site's own metrics, never sent in a deployment."""
 
+    @property
+    def engine(self) -> Engine:
+        """The cohort engine of the open session; None before one is open."""
+        return None if self._session is None else self._session.engine
+
     def hello(self) -> Hello:
         """Return public facts: client ids, library version, identity."""
         facts: dict[str, Any] = {}
@@ -188,7 +189,7 @@ class Trainer:
         check_withhold(config, request)
         session = self._open(config, request.config_hash)
         opened = time.perf_counter()
-        self._check_payload(session, request)
+        check_request(session.bench, request)
         if request.run_id != self._run_id:
             self._slots.forget()
             self._run_id, self._unfit = request.run_id, {}
@@ -236,19 +237,6 @@ class Trainer:
             engine = CohortEngine(bench.adapted, bench.mechanism, bench.task, config)
             self._session = Session(bench, engine, config_hash)
         return self._session
-
-    @staticmethod
-    def _check_payload(session: Session, request: RoundRequest) -> None:
-        mine, theirs = session.bench.base.fingerprint, request.payload.base_fingerprint
-        if mine != theirs:
-            raise LayoutMismatchError(
-                f"base model: the server trains {theirs[:16]}, this site loaded {mine[:16]}; "
-                "use the same model.name_or_path and revision on both sides"
-            )
-        if request.server_round < 1 or request.steps < 1:
-            raise StaleRoundError(
-                f"round request: round {request.server_round}, steps {request.steps}; both must be >= 1"
-            )
 
     def _admit(self, session: Session, request: RoundRequest) -> dict[str, Admitted | ClientReply]:
         """Reserve for every client that lives here, then (and only then) open the records."""
@@ -322,8 +310,12 @@ class Trainer:
                     done[one.client] = failed(one.client, error)
             if jobs:
                 first = (request.server_round - 1) * session.bench.config.training.local_steps
-                for update in session.engine.train(request.payload, jobs, steps, first):
-                    done[update.client] = update
+                try:
+                    updates = session.engine.train(request.payload, jobs, steps, first)
+                except TooLargeError as error:
+                    updates = error.done
+                    done |= {client: failed(client, why) for client, why in error.clients.items()}
+                done |= {update.client: update for update in updates}
         return done
 
     def _earlier_slots(self, session: Session, client: str, request: RoundRequest) -> Slots | None:
