@@ -1,4 +1,4 @@
-"""Who holds what in a simulated federation, for the report's partition plot.
+"""Who holds what in a simulated federation: counts for the report, and a drawing.
 
 Only simulations write this: exact counts are no private release, and a real site's never leave it.
 """
@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from fedlora.data import Rows
+from fedlora.data.partition_plot import partition_svg
 from fedlora.errors import FedLoraError
 from fedlora.simulation.prepare import Federation
 
@@ -49,10 +50,16 @@ def _name(value: object, names: tuple[str, ...]) -> str:
 
 
 def write_partition(folder: Path, federation: Federation) -> Path:
-    """Write `partition.json` into the run folder, where the report finds it."""
+    """Write `partition.json` (read by the report) and its drawing `partition.svg` into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    table = label_counts(federation)
+    _replace(folder / "partition.svg", partition_svg(table))
     path = folder / "partition.json"
-    part = path.with_suffix(".json.part")
-    part.write_text(json.dumps({"clients": label_counts(federation)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    _replace(path, json.dumps({"clients": table}, indent=1) + "\n")
     return path
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
