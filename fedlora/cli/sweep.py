@@ -51,8 +51,13 @@ def sweep(
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="End trials below the median.")
     ] = False,
-    parallel: Annotated[int | None, typer.Option(help="Trials at once; one per core by default.")] = None,
-    gpus_per_trial: Annotated[float, typer.Option(help="Share of a GPU for each trial.")] = 0.0,
+    parallel: Annotated[
+        int | None, typer.Option(help="Trials at once; as many as the cores hold by default.")
+    ] = None,
+    gpus_per_trial: Annotated[float, typer.Option(min=0.0, help="Share of a GPU for each trial.")] = 0.0,
+    cpus_per_trial: Annotated[
+        float, typer.Option(min=0.01, help="Cores, or a share of one, for each trial.")
+    ] = 1.0,
     overlay: OverlayOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -81,7 +86,14 @@ def sweep(
             f"[{done}/{total}] {result.status} {told} {' '.join(result.overrides)} seed {result.seed}\n"
         )
 
-    results = run_sweep(plan, out, parallel=parallel, gpus_per_trial=gpus_per_trial, progress=note)
+    results = run_sweep(
+        plan,
+        out,
+        parallel=parallel,
+        gpus_per_trial=gpus_per_trial,
+        cpus_per_trial=cpus_per_trial,
+        progress=note,
+    )
     table = table_text(results, metric, plan.larger_is_better)
     (out / "table.txt").write_text(table + "\n")
     (out / "table.csv").write_text(table_csv(results))

@@ -223,6 +223,7 @@ def run_sweep(
     *,
     parallel: int | None = None,
     gpus_per_trial: float = 0.0,
+    cpus_per_trial: float = 1.0,
     progress: Callable[[TrialResult, int, int], None] | None = None,
     in_process: bool = False,
 ) -> list[TrialResult]:
@@ -231,8 +232,9 @@ def run_sweep(
     Args:
         plan: what to try.
         out: folder of the sweep; running it again goes on.
-        parallel: trials at once; one per core where None.
+        parallel: trials at once; as many as the cores hold where None.
         gpus_per_trial: share of a GPU for each trial.
+        cpus_per_trial: cores (or a share of one) for each trial.
         progress: called after each trial with the result, how many are done, and how many there are.
         in_process: one after the other in this process, without Ray.
 
@@ -262,7 +264,7 @@ def run_sweep(
         for trial in waiting:
             note(run_trial(plan, trial, str(out)))
     elif waiting:
-        _run_on_ray(plan, waiting, out, parallel, gpus_per_trial, note)
+        _run_on_ray(plan, waiting, out, parallel, (cpus_per_trial, gpus_per_trial), note)
     return [done[trial.name] for trial in trials]
 
 
@@ -271,20 +273,22 @@ def _run_on_ray(
     waiting: Sequence[Trial],
     out: Path,
     parallel: int | None,
-    gpus: float,
+    share: tuple[float, float],
     note: Callable[[TrialResult], None],
 ) -> None:
     import ray
 
     from fedlora.simulation.cluster import connect, disconnect
 
+    cpus, gpus = share
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    slots = max(1, min(cores, len(waiting)) if parallel is None else parallel)
+    fitting = math.floor(cores / cpus) if cpus > 0 else cores
+    slots = max(1, min(fitting, len(waiting)) if parallel is None else parallel)
     ray_config = load_config(plan.config, (), plan.overlays).simulation.ray
-    cluster = connect(ray_config, slots, gpus * slots, out.name)
+    cluster = connect(ray_config, math.ceil(cpus * slots), gpus * slots, out.name)
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     task: Any = ray.remote(run_trial)
-    task = task.options(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env={"env_vars": environment})
+    task = task.options(num_cpus=cpus, num_gpus=gpus, max_retries=0, runtime_env={"env_vars": environment})
     try:
         queue = list(waiting)
         running: dict[Any, Trial] = {}
