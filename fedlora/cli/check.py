@@ -70,15 +70,18 @@ def _static_figures(config: FedLoraConfig, steps: int) -> dict[str, Any]:
 
 def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
     """Load public parts (and rows for their label names where they are not stated) and derive the figures."""
+    from fedlora.data import check_records
     from fedlora.simulation.prepare import complete, make_federation
     from fedlora.training.predicted import clients_of_a_round, predict_round
     from fedlora.wire.layout import payload_bytes, predict_size
 
-    clients = None
+    clients, federation = None, None
     if config.data.partition is not None:
         federation = make_federation(config)
         config, clients = federation.config, len(federation.parts)
     prepared = complete(config)
+    if federation is not None:
+        check_records(prepared.bench.task, federation.rows, federation.parts)
     resolved, bench = prepared.config, prepared.bench
     start = bench.initial_payload()
     payload = payload_bytes(start)

@@ -9,6 +9,7 @@ shares = partition_rows(rows, config.data.partition, config.run.seed)
 ```
 """
 
+from fedlora.data.fitting import check_records
 from fedlora.data.labels import check_columns, label_names
 from fedlora.data.partition import bound_groups, check_disjoint, partition_rows
 from fedlora.data.rows import Origin, Row, Rows
@@ -29,6 +30,7 @@ __all__ = [
     "build_task",
     "check_columns",
     "check_disjoint",
+    "check_records",
     "encode_report",
     "label_names",
     "load_rows",
