@@ -355,10 +355,10 @@ class Aggregator:
         if len(self._accepted) >= max(self.rules.min_replies, 1):
             return
         reasons = [f"{client}: {reason}" for client, reason in sorted(self._rejected.items())[:5]]
+        came = "No other update came in." if self._accepted else "No update came in."
         raise TooFewRepliesError(
             f"{len(self._accepted)} usable updates; federation.min_replies is {self.rules.min_replies}; the global "
-            "adapter is unchanged. "
-            + ("Rejected: " + "; ".join(reasons) if reasons else "No update came in.")
+            "adapter is unchanged. " + ("Rejected: " + "; ".join(reasons) if reasons else came)
         )
 
     def _finish_plain(self) -> Outcome:

@@ -17,12 +17,16 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlora.config.problems import Origin, Path, Problem, dotted
+from fedlora.config.problems import Origin, Path, Problem, dotted, shown
 
 _KEY = re.compile(r"^[A-Za-z_][\w-]*(\.[\w-]+)*$")
 _OCTAL = re.compile(r"^[-+]?0[0-9_]+$")
 _SEXAGESIMAL = re.compile(r"^[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
+_ODD_KEYS = frozenset({"tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"})
+_MERGE = "tag:yaml.org,2002:merge"
 MAX_FILE_BYTES = 4_000_000
+OPEN = "???"
+"""A value that someone must still give."""
 
 Origins = dict[Path, tuple[Origin, ...]]
 
@@ -55,8 +59,12 @@ def read_layer(path: str | FilePath) -> tuple[Layer, list[Problem]]:
 def read_text(text: str, name: str) -> tuple[Layer, list[Problem]]:
     """Parse YAML text as one layer."""
     empty = Layer(name, {}, {})
+    lines: dict[Path, int] = {}
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        unreadable = [] if node is None else list(_unreadable(node, (), name, set()))
+        if unreadable:
+            return empty, unreadable
         loaded = OmegaConf.create(text) if node is not None else OmegaConf.create({})
     except yaml.YAMLError as error:
         return empty, [_yaml_problem(error, name, text)]
@@ -64,10 +72,8 @@ def read_text(text: str, name: str) -> tuple[Layer, list[Problem]]:
         return empty, [Problem(name, f"cannot be parsed: {str(error).splitlines()[0]}")]
     if not isinstance(loaded, DictConfig) or not isinstance(node, yaml.MappingNode | None):
         return empty, [Problem(name, "must hold `key: value` pairs at the top", f"{name}:1")]
-    values = plain(loaded)
-    lines: dict[Path, int] = {}
     problems = list(_walk_marks(node, (), lines, name)) if node is not None else []
-    return Layer(name, values, lines), problems
+    return Layer(name, plain(loaded), lines), problems
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -87,10 +93,40 @@ def _yaml_problem(error: yaml.YAMLError, name: str, text: str) -> Problem:
     )
 
 
+def _unreadable(node: yaml.Node, path: Path, name: str, seen: set[int]) -> Iterator[Problem]:
+    """Yield keys that YAML reads as null or a truth value, and interpolations that OmegaConf cannot parse."""
+    if id(node) in seen:
+        return  # an alias: looked at where its anchor is, however often and wherever it is used
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.tag in _ODD_KEYS and isinstance(key, yaml.ScalarNode):
+                read = "null" if key.tag.endswith("null") else "true or false"
+                text = f"YAML reads this key as {read}; put it in quotes, or correct it"
+                yield Problem(dotted((*path, key.value)), text, f"{name}:{key.start_mark.line + 1}")
+            yield from _unreadable(value, (*path, str(key.value)), name, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _unreadable(value, (*path, index), name, seen)
+    elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
+        try:
+            OmegaConf.create({"value": node.value})
+        except OmegaConfBaseException as error:
+            reason = (str(error).splitlines() or ["not an interpolation"])[0]
+            text = f"{shown(path, node.value)} is no interpolation that can be read: {reason}"
+            yield Problem(dotted(path), text, f"{name}:{node.start_mark.line + 1}")
+
+
 def _walk_marks(node: yaml.Node, path: Path, lines: dict[Path, int], name: str) -> Iterator[Problem]:
     """Record the line of every path; yield numbers that YAML 1.1 reads in base 8 or 60."""
     if isinstance(node, yaml.MappingNode):
+        merged = [value for key, value in node.value if key.tag == _MERGE]
+        for value in merged:  # `<<: *anchor`: its keys stand here, under the lines of the anchor
+            for part in reversed(value.value) if isinstance(value, yaml.SequenceNode) else (value,):
+                yield from _walk_marks(part, path, lines, name)
         for key, value in node.value:
+            if key.tag == _MERGE:
+                continue
             here = (*path, str(key.value))
             lines[here] = key.start_mark.line + 1
             yield from _walk_marks(value, here, lines, name)
@@ -174,8 +210,18 @@ def note_origins(origins: Origins, layer: Layer) -> None:
 
 
 def merge(base: DictConfig, layer: Layer) -> DictConfig:
-    """Return base with the layer on top (mappings merge, lists and values are replaced)."""
+    """Return base with the layer on top (mappings merge, lists and values are replaced).
+
+    OmegaConf keeps the lower value where the higher layer's is open (`???`). Here an open value replaces it
+    as any other does: it is then refused, instead of being shown and not used.
+    """
     merged = OmegaConf.merge(base, OmegaConf.create(dict(layer.values)))
     if not isinstance(merged, DictConfig):
         raise TypeError("a mapping merged with a mapping is a mapping")
+    for path, value in leaves(layer.values):
+        if value == OPEN and all(isinstance(part, str) for part in path):
+            section: Any = merged
+            for part in path[:-1]:
+                section = section[part]
+            section[path[-1]] = OPEN
     return merged

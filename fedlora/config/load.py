@@ -86,7 +86,7 @@ def load_model(
     problems += more
     container.pop(VARIABLES, None)
     container, migrated, more = migrate(container)
-    problems += more
+    problems += _with_places(more, origins)
     notes += migrated
     config, more = validate(model, container, origins)
     open_keys = {problem.key for problem in problems}

@@ -112,8 +112,11 @@ def derive_noise(
 
 
 def _given(config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy) -> str:
-    if config.derived is not None:
-        return config.derived.from_
+    """Return which of the two the user gave; both stand there only where the noise was derived from the target.
+
+    A resolved file may be changed before it runs again: the rule `noise_choice` refuses a target beside a noise
+    that was not derived from it, so that neither is there without effect.
+    """
     return "target_epsilon" if privacy.target_epsilon is not None else "noise_multiplier"
 
 

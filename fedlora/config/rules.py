@@ -5,68 +5,28 @@ Rules read the plain container, not the validated object, so that they speak up 
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedlora.config.problems import Problem
+from fedlora.config.rule_view import Rule, View
+from fedlora.config.rules_run import RUN_RULES
 from fedlora.config.schema import FedLoraConfig
 
 PRIVATE_UNITS = ("record", "client")
 LINEAR_AGGREGATIONS = ("mean_b", "tangent")
 
 
-class View:
-    """Reads dotted keys of a plain container; a missing key, or one below a non-section, is the default."""
-
-    def __init__(self, container: Mapping[str, Any]) -> None:
-        """Keep the container."""
-        self._container = container
-
-    def __call__(self, key: str, default: Any = None) -> Any:
-        """Return the value at `key`, or `default` where it is absent or null."""
-        value: Any = self._container
-        for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return default if value is None else value
-
-    def number(self, key: str, default: float | None = None) -> float | None:
-        """Return the number at `key`, or None where it is no number (that is another problem)."""
-        value = self(key, default)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    def exceeds(self, larger: str, smaller: str) -> bool:
-        """Return whether both are numbers and `larger` is above `smaller`."""
-        left, right = self.number(larger), self.number(smaller)
-        return left is not None and right is not None and left > right
-
-    @property
-    def unit(self) -> str:
-        """Return the privacy unit, or "" where there is none."""
-        return str(self("privacy.unit", ""))
-
-    @property
-    def mechanism(self) -> str:
-        """Return the mechanism's kind."""
-        return str(self("mechanism.kind", ""))
-
-    @property
-    def aggregation(self) -> str:
-        """Return the aggregation's kind."""
-        return str(self("federation.aggregation.kind", ""))
-
-
-Rule = Callable[[View], Iterator[Problem]]
-
-
 def noise_choice(v: View) -> Iterator[Problem]:
-    """Exactly one of target_epsilon and noise_multiplier is given; the other is derived."""
-    if v.unit not in PRIVATE_UNITS or v("derived") is not None:
+    """Exactly one of target_epsilon and noise_multiplier is given; the other is derived.
+
+    In a resolved configuration both stand together only if the noise is the one that was derived from a target.
+    """
+    if v.unit not in PRIVATE_UNITS:
         return
     epsilon, noise = v("privacy.target_epsilon"), v("privacy.noise_multiplier")
-    if epsilon is not None and noise is not None:
+    follows = v("derived.from") == "target_epsilon" and noise == v("derived.noise_multiplier")
+    if epsilon is not None and noise is not None and not follows:
         text = "both are given; keep one and set the other to null (it is derived and shown)"
         yield Problem("privacy.target_epsilon, privacy.noise_multiplier", text)
     if epsilon is None and noise is None:
@@ -249,86 +209,6 @@ def secure_aggregation_rules(v: View) -> Iterator[Problem]:
         yield Problem("federation.compression", text)
 
 
-def federation_sizes(v: View) -> Iterator[Problem]:
-    """Numbers of clients and replies must be reachable."""
-    clients = v("federation.clients_per_round", "all")
-    count = clients if isinstance(clients, int) and not isinstance(clients, bool) else None
-    total = v.number("data.partition.clients")
-    replies = v.number("federation.min_replies")
-    if count is not None and replies is not None and replies > count:
-        text = f"is above federation.clients_per_round ({count}); no round could ever finish"
-        yield Problem("federation.min_replies", text)
-    if total is not None and count is not None and count > total:
-        text = f"is above data.partition.clients ({total:.0f})"
-        yield Problem("federation.clients_per_round", text)
-    if total is not None and replies is not None and replies > total:
-        text = f"is above data.partition.clients ({total:.0f}); no round could ever finish"
-        yield Problem("federation.min_replies", text)
-
-
-def member_rules(v: View) -> Iterator[Problem]:
-    """A group's members are distinct and enough; a frozen head is not trained by another name."""
-    members, least = v("federation.members"), v.number("federation.min_replies")
-    if isinstance(members, list | tuple):
-        if len(set(map(str, members))) != len(members):
-            yield Problem("federation.members", "names a client twice; name each once")
-        if least is not None and least > len(members):
-            text = f"is above the number of federation.members ({len(members)}); lower it"
-            yield Problem("federation.min_replies", text)
-    if v("adapter.freeze_head") is True and v("adapter.modules_to_save", []):
-        yield Problem(
-            "adapter.modules_to_save", "names trained modules, but adapter.freeze_head is true; set []"
-        )
-
-
-def aggregation_keys(v: View) -> Iterator[Problem]:
-    """Keys of the aggregation that only some kinds read."""
-    for key in ("rank", "max_rank"):
-        if v(f"federation.aggregation.{key}") is not None and v.aggregation in {
-            "mean_b",
-            "tangent",
-            "factor_mean",
-        }:
-            text = f"has no effect on {v.aggregation}; remove it or use product or stack"
-            yield Problem(f"federation.aggregation.{key}", text)
-    robust = v("federation.aggregation.robust", "none")
-    limit = v("federation.aggregation.max_update_norm") is not None
-    if robust == "norm_bounded" and not limit:
-        yield Problem("federation.aggregation.max_update_norm", "missing; norm_bounded needs the bound")
-    if limit and robust != "norm_bounded":
-        text = "has no effect unless federation.aggregation.robust is norm_bounded; remove it"
-        yield Problem("federation.aggregation.max_update_norm", text)
-    if v.aggregation == "stack" and v("federation.server_optimizer.kind", "mean") != "mean":
-        text = "needs coordinates of one size; stack grows them each round, so use mean (or product)"
-        yield Problem("federation.server_optimizer.kind", text)
-
-
-def public_eval_choice(v: View) -> Iterator[Problem]:
-    """Public evaluation records come from exactly one place."""
-    if v("data.public_eval") is None:
-        return
-    given = [key for key in ("split", "source", "fraction") if v(f"data.public_eval.{key}") is not None]
-    if len(given) != 1:
-        text = f"give exactly one of split, source and fraction (got {', '.join(given) or 'none'})"
-        yield Problem("data.public_eval", text)
-
-
-def label_count(v: View) -> Iterator[Problem]:
-    """The number of labels must be that of the names."""
-    names, count = v("data.labels"), v.number("model.num_labels")
-    if isinstance(names, list | tuple) and count is not None and count != len(names):
-        text = f"is {count:.0f}, but data.labels names {len(names)}; leave one of the two out"
-        yield Problem("model.num_labels", text)
-
-
-def quantization_package(v: View) -> Iterator[Problem]:
-    """A quantised base needs its package, and says so before anything is loaded."""
-    kind = v("model.quantization")
-    if kind is not None and importlib.util.find_spec("bitsandbytes") is None:
-        text = f"{kind} needs the package bitsandbytes, which is not installed here; install it "
-        yield Problem("model.quantization", text + "(pip install bitsandbytes) or set quantization to null")
-
-
 RULES: tuple[Rule, ...] = (
     noise_choice,
     mechanism_and_unit,
@@ -343,12 +223,7 @@ RULES: tuple[Rule, ...] = (
     budget_rules,
     client_level_rules,
     secure_aggregation_rules,
-    federation_sizes,
-    aggregation_keys,
-    public_eval_choice,
-    label_count,
-    quantization_package,
-    member_rules,
+    *RUN_RULES,
 )
 
 

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from fedlora.config.load import Loaded, load_model
 from fedlora.config.problems import Problem
-from fedlora.config.rules import View
+from fedlora.config.rule_view import View
 from fedlora.config.schema import (
     BudgetConfig,
     ColumnPartition,

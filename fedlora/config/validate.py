@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from fedlora.config.layers import Origins, leaves
+from fedlora.config.layers import OPEN, Origins, leaves
 from fedlora.config.problems import Path, Problem, dotted, place_of, shown
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -54,7 +54,7 @@ def _resolve(node: Any, raw: Any, path: Path, origins: Origins, problems: list[P
 
 def _child(node: Any, key: Any, raw: Any, path: Path, origins: Origins, problems: list[Problem]) -> Any:
     where = place_of(path, origins)
-    if isinstance(raw, str) and raw.strip() == "???":
+    if isinstance(raw, str) and raw.strip() == OPEN:
         problems.append(Problem(dotted(path), "is still open (???); give it a value", where))
         return _Open()
     if isinstance(raw, str) and "${" in raw:
@@ -66,7 +66,7 @@ def _child(node: Any, key: Any, raw: Any, path: Path, origins: Origins, problems
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             problems.append(Problem(dotted(path), f"{raw} cannot be resolved: {reason}", where))
             return _Open()
-        if isinstance(value, str) and value.strip() == "???":
+        if isinstance(value, str) and value.strip() == OPEN:
             problems.append(Problem(dotted(path), f"{raw} leads to an open value (???)", where))
             return _Open()
         return value

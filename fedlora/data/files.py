@@ -141,7 +141,10 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
             relative = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
             matches = sorted(match for match in base.glob(relative) if match.is_file())
         if not matches:
-            raise DataError(f"data.source.paths: {pattern!r} matches no file")
+            where = (
+                "" if path.is_absolute() else f" in {Path.cwd()} (paths count from the folder you start in)"
+            )
+            raise DataError(f"data.source.paths: {pattern!r} matches no file{where}")
         found |= dict.fromkeys(matches)
     return list(found)
 

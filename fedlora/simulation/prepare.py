@@ -57,6 +57,7 @@ def make_federation(config: FedLoraConfig) -> Federation:
     if not parts:
         raise DataError("data.partition: gave no client; check the partition's column and sizes")
     parts = _members(config, parts)
+    _enough(config, len(parts))
     for client, index in parts.items():
         index = bounded(config, rows, index)
         parts[client], _ = split_validation(index, config.data.validation_fraction, config.run.seed, client)
@@ -82,6 +83,19 @@ def _members(config: FedLoraConfig, parts: dict[str, Index]) -> dict[str, Index]
             f"federation.members: {unknown[:3]} are no clients of the partition; correct the names"
         )
     return {client: parts[client] for client in parts if client in set(members)}
+
+
+def _enough(config: FedLoraConfig, clients: int) -> None:
+    """Refuse a run whose rounds could never have enough replies; each would cost its clients' budgets."""
+    asked, least = config.federation.clients_per_round, config.federation.min_replies
+    if least > clients:
+        raise ConfigError(
+            f"federation.min_replies: is {least}, but there are {clients} clients; no round could ever finish"
+        )
+    if isinstance(asked, int) and asked > clients:
+        raise ConfigError(
+            f"federation.clients_per_round: is {asked}, but there are {clients} clients; lower it"
+        )
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,68 @@ def test_h37_an_open_value_that_yaml_cannot_read_says_what_to_do(file: Path) -> 
     assert f"conf.yaml:{line_of(file, 'rank:')}" in found
 
 
+@pytest.mark.parametrize("key", ["privacy.target_delta", "federation.rounds", "privacy", "data.max_length"])
+def test_h37_an_open_value_of_a_higher_layer_is_refused_and_never_falls_back(file: Path, key: str) -> None:
+    assert any(
+        one.startswith(f"{key}: is still open") and "command line" in one
+        for one in problems(file, f"{key}=???")
+    )
+    overlay = file.with_name("over.yaml")
+    *sections, last = key.split(".")
+    lines = [
+        *(f"{'  ' * depth}{name}:" for depth, name in enumerate(sections)),
+        f"{'  ' * len(sections)}{last}: ???",
+    ]
+    overlay.write_text("\n".join(lines))
+    found = problems(file, overlays=[overlay])
+    assert any(
+        one.startswith(f"{key}: is still open") and f"over.yaml:{len(lines)}" in one for one in found
+    ), found
+
+
+def test_h37_an_open_value_that_a_higher_layer_fills_is_used(file: Path) -> None:
+    changed(file, "target_delta: 1.0e-4", "target_delta: ???")
+    assert load_config(file, ["privacy.target_delta=1e-4"]).privacy.target_delta == 1e-4
+
+
+def test_keys_behind_a_merge_key_have_the_line_of_their_anchor(file: Path) -> None:
+    changed(file, "schema: 1", "vars: {o: &o {kind: adam, lrr: 1.0}}\nschema: 1")
+    changed(file, "optimizer: {kind: adam, lr: 3.0e-3}", "optimizer: {<<: *o, lr: -1.0}")
+    found = problems(file)
+    assert any("training.optimizer.lrr: unknown key" in one and "(conf.yaml:1)" in one for one in found), (
+        found
+    )
+    place = f"(conf.yaml:{line_of(file, 'optimizer')})"
+    assert any(one.startswith("training.optimizer.lr: ") and one.endswith(place) for one in found), found
+
+
+@pytest.mark.parametrize("key", ["yes", "no", "on", "true", "~", "null"])
+def test_a_key_that_yaml_reads_as_no_text_is_refused_as_it_was_written(file: Path, key: str) -> None:
+    file.write_text(SAMPLE.replace("{text: text,", f"{{{key}: text,"))
+    (found,) = problems(file)
+    assert found.startswith(f"data.columns.{key}: ")
+    assert "quotes" in found
+    assert f"conf.yaml:{line_of(file, 'columns')}" in found
+
+
+def test_every_interpolation_that_cannot_be_read_has_its_key_and_line(file: Path) -> None:
+    changed(file, "name: demo,", 'name: "${run.seed",')
+    changed(file, "name: news-2026", 'name: "${oc.env:A"')
+    found = problems(file)
+    assert [one.partition(":")[0] for one in found] == ["data.name", "run.name"]
+    assert all(
+        f"conf.yaml:{line_of(file, name)}" in one
+        for name, one in zip(("oc.env", "run.seed"), found, strict=True)
+    )
+
+
+def test_aliases_of_aliases_are_refused_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "conf.yaml"
+    levels = [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    path.write_text("\n".join(["vars:", "  a0: &a0 [x]", *levels, SAMPLE]))
+    assert problems(path)
+
+
 def test_interpolations_that_resolve_are_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLORA_TEST_NAME", "from-env")
     changed(file, "name: demo,", 'name: "${oc.env:FEDLORA_TEST_NAME}",')
@@ -263,9 +325,8 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("version", ["2", "0", "'1'", "true", "1.0"])
 def test_other_schema_versions_are_refused(file: Path, version: str) -> None:
-    assert any(
-        one.startswith("schema:") for one in problems(changed(file, "schema: 1", f"schema: {version}"))
-    )
+    found = problems(changed(file, "schema: 1", f"schema: {version}"))
+    assert any(one.startswith("schema:") and "conf.yaml:1" in one for one in found)
 
 
 def test_an_older_schema_is_migrated_step_by_step() -> None:

@@ -20,6 +20,7 @@ from fedlora.config import (
     derive_noise,
     total_steps,
 )
+from fedlora.config.rule_view import View
 from fedlora.config.rules import RULES, config_problems, config_warnings
 from fedlora.config.trainer import load_trainer
 from fedlora.errors import ConfigError, PrivacyParameterError
@@ -193,6 +194,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.num_labels",
         "names 2",
     ),
+    "a label twice": ({"data__labels": ["a", "b", "a"]}, "data.labels", "once"),
+    "a classifier of one class": ({"data__labels": ["a"]}, "data.labels", "two names"),
+    "a server without a port": (
+        {"deployment": {"superlink": "fl.example.org"}},
+        "deployment.superlink",
+        "host:port",
+    ),
+    "a port that is none": ({"deployment": {"superlink": "a:99999"}}, "deployment.superlink", "65536"),
     "server optimiser on a growing stack": (
         {
             "mechanism": {"kind": "factor"},
@@ -220,6 +229,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "noise multiplier": {"privacy__target_epsilon": ..., "privacy__noise_multiplier": 1.0},
     "factor, product": {"mechanism": {"kind": "factor"}, "federation__aggregation": {"kind": "product"}},
     "prism": {"mechanism": {"kind": "prism"}, "federation__aggregation": {"kind": "tangent"}},
+    "regression": {"model__num_labels": 1},
     "client unit": {"privacy": CLIENT_UNIT},
     "no privacy": {
         "privacy": {"unit": "none"},
@@ -264,8 +274,6 @@ def test_h18_the_unit_is_said_plainly() -> None:
 def test_every_rule_has_a_case_that_it_refuses() -> None:
     seen = set()
     for changes, _, _ in REFUSED.values():
-        from fedlora.config.rules import View
-
         view = View(container(**changes))
         seen |= {rule.__name__ for rule in RULES if list(rule(view))}
     assert {rule.__name__ for rule in RULES} - seen == {"quantization_package"}
@@ -323,6 +331,55 @@ def test_a_resolved_configuration_that_lies_is_refused(change: dict[str, Any]) -
     lie["derived"].update(change)
     with pytest.raises(ConfigError, match="derived"):
         check_derived(config_from_container(lie), event_of)
+
+
+RESOLVED_FROM_TARGET = derive_noise(small(privacy__accountant="rdp"), event_of)
+RESOLVED_FROM_NOISE = derive_noise(
+    small(privacy__target_epsilon=..., privacy__noise_multiplier=1.1, privacy__accountant="rdp"), event_of
+)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "change"),
+    [
+        (RESOLVED_FROM_NOISE, {"target_epsilon": 1.0}),
+        (RESOLVED_FROM_TARGET, {"noise_multiplier": 0.1}),
+        (RESOLVED_FROM_TARGET, {"target_epsilon": None, "noise_multiplier": None}),
+    ],
+)
+def test_a_resolved_file_refuses_a_target_and_a_noise_that_contradict_each_other(
+    resolved: FedLoraConfig, change: dict[str, Any]
+) -> None:
+    made = config_container(resolved)
+    made["privacy"].update(change)
+    with pytest.raises(ConfigError, match=r"privacy\.target_epsilon, privacy\.noise_multiplier"):
+        config_from_container(made)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "change"),
+    [
+        (RESOLVED_FROM_NOISE, {"target_epsilon": 1.0, "noise_multiplier": None}),
+        (RESOLVED_FROM_NOISE, {"noise_multiplier": 4.0}),
+        (RESOLVED_FROM_TARGET, {"target_epsilon": 1.0, "noise_multiplier": None}),
+        (RESOLVED_FROM_TARGET, {"target_epsilon": 1.0}),
+        (RESOLVED_FROM_TARGET, {"target_epsilon": None, "noise_multiplier": 4.0}),
+    ],
+)
+def test_h38_a_changed_target_or_noise_of_a_resolved_file_takes_effect(
+    resolved: FedLoraConfig, change: dict[str, Any]
+) -> None:
+    made = config_container(resolved)
+    made["privacy"].update(change)
+    again = derive_noise(config_from_container(made), event_of)
+    assert again.derived is not None
+    asked = "target_epsilon" if made["privacy"]["target_epsilon"] is not None else "noise_multiplier"
+    assert again.derived.from_ == asked
+    if asked == "noise_multiplier":
+        assert again.privacy.noise_multiplier == again.derived.noise_multiplier == 4.0
+    else:
+        assert again.derived.epsilon is not None
+        assert 0.98 <= again.derived.epsilon <= 1.0
 
 
 def test_h41_client_level_runs_count_rounds_and_record_level_runs_count_steps() -> None:
