@@ -20,6 +20,7 @@ from flwr.app import Context, RecordDict
 from fedlora.config import config_container, load_config
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig
+from fedlora.data import check_records
 from fedlora.errors import CheckpointError, SimulationError
 from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
 from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
@@ -79,17 +80,19 @@ def simulate(
     started = time.perf_counter()
     settings, federation = _settings(config, resume, progress, stop_after, run_id)
     run_number = zlib.crc32(settings.run_id.encode()) + 1
-    write_partition(settings.folder, federation)
     book = open_clients_ledger(settings.config, ledger)
     with _terminations():
         try:
             keeper = None if book is None else LedgerKeeper(book)
-            sharing = find_sharing(federation.config, federation.rows, federation.parts)
-            spending = Spending(keeper, settings.config, sharing=sharing)
+            spending = Spending(keeper, settings.config)
             specs = _specs(settings, federation, run_number, in_process)
             settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
-            grid = _grid(settings, specs, spending, in_process)
+            grid = _grid(settings, specs, spending, in_process)  # workers load while the rest is prepared
             try:
+                if resume is None:
+                    check_records(settings.bench.task, federation.rows, federation.parts)
+                write_partition(settings.folder, federation)
+                spending.sharing = find_sharing(federation.config, federation.rows, federation.parts)
                 plan = _plan_memory(grid, settings, specs, announce)
                 _log_plan(settings, specs, time.perf_counter() - started)
                 _run_server(grid, settings, run_number)
@@ -102,7 +105,7 @@ def simulate(
             inside = {f"workers_{name}": value for name, value in grid.worker_seconds.items()}
             seconds = {**result.seconds, **inside, "wall": time.perf_counter() - started}
             result = replace(result, memory=memory)
-            told = () if sharing is None else sharing.warnings
+            told = () if spending.sharing is None else spending.sharing.warnings
             result = replace(result, seconds=seconds, warnings=(*result.warnings, *told))
             return _with_ledger(result, book, settings)
         finally:

@@ -121,8 +121,6 @@ def test_h32_no_process_is_left_after_a_signal(world: Path, tmp_path: Path, numb
     below = list(descendants(process.pid))
     workers = workers_of(process.pid)
     assert len(workers) == 2
-    if number == signal.SIGKILL:
-        below = workers  # nobody is left to stop Ray's two small agents, which give up after a minute or two
     process.send_signal(number)
     process.wait(timeout=30)
     assert process.returncode != 0
