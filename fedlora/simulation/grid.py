@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import uuid
 from abc import abstractmethod
@@ -35,10 +36,11 @@ MAX_ATTEMPTS = 2
 
 @dataclass
 class Pending:
-    """A message on its way: where it went, with which grants, how often."""
+    """A message on its way: where it went, with which grants, how often, and the key of its clients' coins."""
 
     message: Message
     grants: Sequence[Grant]
+    coins_key: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
     attempts: int = 1
     handle: Any = None
     pushed_at: float = field(default_factory=time.monotonic)
@@ -226,7 +228,7 @@ class InProcessGrid(HostedGrid):
     def _submit(self, pending: Pending) -> None:
         host = self._hosts[pending.message.metadata.dst_node_id]
         cohort = self._cohort_of(pending.message.metadata.dst_node_id)
-        pending.handle = host.process(pending.message, pending.grants, cohort)
+        pending.handle = host.process(pending.message, pending.grants, cohort, pending.coins_key)
 
     def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
         del wait_seconds

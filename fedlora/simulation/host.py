@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedlora.simulation.identity import assume_identity
 from fedlora.training.charging import Grant, GrantKeeper
 from fedlora.training.local import register_port, unregister_port
 from fedlora.training.port import LocalPort
+from fedlora.training.sampling import KeptCoins
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,20 @@ class NodeHost:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return Readiness(self._spec.node_id, event.to_json(), os.getpid(), peak)
 
-    def process(self, message: Message, grants: Sequence[Grant], cohort: int | None = None) -> Answered:
+    def process(
+        self,
+        message: Message,
+        grants: Sequence[Grant],
+        cohort: int | None = None,
+        coins_key: bytes | None = None,
+    ) -> Answered:
         """Answer one Flower message with the ClientApp.
 
         Args:
             message: what the server sent.
             grants: reservations that the driver made for this message's clients.
             cohort: clients to train together at most; None for no limit.
+            coins_key: this message's key of coins: a second worker draws the very same batches. SENSITIVE.
         """
         if self._app is None:
             raise SimulationError("node: asked before it was prepared")
@@ -163,6 +172,7 @@ class NodeHost:
         engine = self._trainer.engine
         if cohort is not None and engine is not None:
             engine.limit_cohort(cohort)
+        self._trainer.coins = None if coins_key is None else partial(KeptCoins, coins_key)
         before = {} if engine is None else engine.seconds
         self._keeper.hand_over(grants)
         reply = self._app(message, self._context)

@@ -117,7 +117,9 @@ class RayGrid(HostedGrid):
     def _submit(self, pending: Pending) -> None:
         node_id = pending.message.metadata.dst_node_id
         actor = self._actors[node_id]
-        pending.handle = actor.process.remote(pending.message, list(pending.grants), self._cohort_of(node_id))
+        pending.handle = actor.process.remote(
+            pending.message, list(pending.grants), self._cohort_of(node_id), pending.coins_key
+        )
 
     def _collect(self, keys: Sequence[str], wait_seconds: float) -> list[Message]:
         import ray

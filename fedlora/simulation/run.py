@@ -44,6 +44,8 @@ from fedlora.training.charging import LedgerKeeper, charges
 
 _LOG = logging.getLogger(__name__)
 _FIRST_NODE = 1001
+_CHECK_SECONDS = 2.0
+"""Time for encoding records before the first round, about what the workers still need to load the base model."""
 
 
 def simulate(
@@ -90,7 +92,9 @@ def simulate(
             grid = _grid(settings, specs, spending, in_process)  # workers load while the rest is prepared
             try:
                 if resume is None:
-                    check_records(settings.bench.task, federation.rows, federation.parts)
+                    check_records(
+                        settings.bench.task, federation.rows, federation.parts, seconds=_CHECK_SECONDS
+                    )
                 write_partition(settings.folder, federation)
                 spending.sharing = find_sharing(federation.config, federation.rows, federation.parts)
                 plan = _plan_memory(grid, settings, specs, announce)

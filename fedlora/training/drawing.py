@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,17 @@ from fedlora.training.requests import RoundRequest
 from fedlora.training.sampling import CoinSource, OsCoins, PoissonSampler, SeededCoins, ShuffleSampler
 from fedlora.training.shelf import Records
 
+Coins = Callable[[str, int], CoinSource]
+"""Client and round to its coins."""
+
 
 def make_job(
-    config: FedLoraConfig, client: str, records: Records, request: RoundRequest, steps: int
+    config: FedLoraConfig,
+    client: str,
+    records: Records,
+    request: RoundRequest,
+    steps: int,
+    coins: Coins | None = None,
 ) -> ClientJob:
     """Draw and encode all of one client's batches, so that a bad record fails this client alone.
 
@@ -27,6 +36,7 @@ def make_job(
         records: SENSITIVE. The client's records.
         request: the round request (its number separates the streams of seeded sources).
         steps: number of draws.
+        coins: cryptographic coins in the place of the operating system's (a simulation's, which can be drawn again).
 
     Returns:
         SENSITIVE. A job whose `draw` hands out the prepared batches, one per step, possibly empty.
@@ -35,7 +45,7 @@ def make_job(
         PolicyRefusedError: if shuffled batches are asked for under privacy.
         DataError: if a drawn record cannot be encoded.
     """
-    sampler = _sampler(config, client, records, request.server_round)
+    sampler = _sampler(config, client, records, request.server_round, coins)
     batches = iter([records.batch(sampler.draw()) for _ in range(steps)])
 
     def draw() -> list[Any]:
@@ -56,7 +66,7 @@ def noise_source(config: FedLoraConfig, client: str, server_round: int) -> Noise
 
 
 def _sampler(
-    config: FedLoraConfig, client: str, records: Records, server_round: int
+    config: FedLoraConfig, client: str, records: Records, server_round: int, coins: Coins | None
 ) -> PoissonSampler | ShuffleSampler:
     training = config.training
     if training.sampling == "shuffle":
@@ -67,11 +77,14 @@ def _sampler(
         name = hashlib.sha256(f"order|{config.run.seed}|{client}|{server_round}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(int.from_bytes(name[:16], "little")))
         return ShuffleSampler(len(records), training.expected_batch_size, generator)
-    coins = coin_source(config, client, server_round)
-    return PoissonSampler(len(records), training.sample_rate, coins)
+    source = coin_source(config, client, server_round, coins)
+    return PoissonSampler(len(records), training.sample_rate, source)
 
 
-def coin_source(config: FedLoraConfig, client: str, server_round: int) -> CoinSource:
+def coin_source(
+    config: FedLoraConfig, client: str, server_round: int, coins: Coins | None = None
+) -> CoinSource:
     """Return a client's coins; the experiment seed may order the data without privacy only."""
-    repeatable = _seeded(config) or isinstance(config.privacy, NoPrivacy)
-    return SeededCoins(config.run.seed, client, server_round) if repeatable else OsCoins()
+    if _seeded(config) or isinstance(config.privacy, NoPrivacy):
+        return SeededCoins(config.run.seed, client, server_round)
+    return OsCoins() if coins is None else coins(client, server_round)

@@ -7,12 +7,14 @@ Coins come from operating-system entropy (or, in tests, from a seeded generator 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import math
 import os
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedlora.errors import PrivacyParameterError
 
@@ -37,6 +39,33 @@ class OsCoins:
     def words(self, count: int) -> npt.NDArray[np.uint64]:
         """Return `count` words of `os.urandom`."""
         return np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+
+
+class KeptCoins:
+    """Coins that whoever holds a round's key can draw again: a simulation's driver, for a worker that died.
+
+    A second draw under the same reservation would depend on why the first worker died: memory runs out for large
+    draws, and the sample that is released would be no Poisson sample any more. AES-256 in counter mode under
+    HMAC-SHA256(key, client, round).
+
+    Args:
+        key: 32 bytes of the operating system's entropy, made for one message and never written down. SENSITIVE.
+        client: logical client id.
+        server_round: round number.
+    """
+
+    private = True
+
+    def __init__(self, key: bytes, client: str, server_round: int) -> None:
+        """Derive the client's own stream."""
+        if len(key) != 32:
+            raise PrivacyParameterError(f"coins: got a key of {len(key)} bytes; needed 32")
+        own = hmac.digest(key, f"{server_round}|{client}".encode(), "sha256")
+        self._stream = Cipher(algorithms.AES(own), modes.CTR(bytes(16))).encryptor()
+
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
+        """Return the next `count` words of the stream."""
+        return np.frombuffer(self._stream.update(bytes(8 * count)), dtype=np.uint64)
 
 
 class SeededCoins:

@@ -37,7 +37,7 @@ from fedlora.training.answers import (
 )
 from fedlora.training.charging import BudgetKeeper, Standing, charges, plan_round
 from fedlora.training.cohort_retry import TooLargeError
-from fedlora.training.drawing import make_job
+from fedlora.training.drawing import Coins, make_job
 from fedlora.training.policy import Policy
 from fedlora.training.port import Hello, Packet, where_it_failed
 from fedlora.training.replies import MemoryReplies, Replies
@@ -132,6 +132,8 @@ class Trainer:
         self._lock = threading.Lock()
         self.last_timings: Mapping[str, float] = {}
         """Seconds of the last round by part; for the site's own metrics, never sent in a deployment."""
+        self.coins: Coins | None = None
+        """Coins of the next rounds; the operating system's where None. Set by a simulation's node only."""
 
     @property
     def engine(self) -> Engine:
@@ -304,7 +306,7 @@ class Trainer:
             jobs = []
             for one in (one for one in admitted if one.steps == steps):
                 try:
-                    job = make_job(session.bench.config, one.client, one.records, request, steps)
+                    job = make_job(session.bench.config, one.client, one.records, request, steps, self.coins)
                     jobs.append(replace(job, slots=self._earlier_slots(session, one.client, request)))
                 except Exception as error:
                     done[one.client] = failed(one.client, error)

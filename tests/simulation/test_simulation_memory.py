@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mechanisms"))
 from engine_zoo import ZooTask, adapted_model, config, moved_payload, records
 
 from fedlora.cli.simulate import as_object, run_simulation
+from fedlora.errors import PrivacyParameterError
 from fedlora.ledger import load_secret, open_ledger
 from fedlora.mechanisms import build_mechanism
 from fedlora.mechanisms.noise import OsNoise, SeededNoise
+from fedlora.simulation.host import NodeHost
 from fedlora.simulation.memory import (
     ClientNeed,
     MemoryPlan,
@@ -34,6 +36,7 @@ from fedlora.simulation.run import simulate
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.training.cohort_retry import TooLargeError
+from fedlora.training.sampling import KeptCoins
 
 PROBLEMS = [
     MemoryError(),
@@ -140,8 +143,8 @@ def test_h31_private_noise_of_a_failed_attempt_is_never_used(monkeypatch: pytest
     fail_above(monkeypatch, 3, MemoryError())
     engine.train(payload, make_jobs(OsNoise)[0], 1)
     assert len(drawn) >= 3
-    rows = torch.cat([one.flatten() for one in drawn])
-    assert len(torch.unique(rows)) == len(rows), "every attempt has numbers of its own"
+    rows = torch.cat([one.flatten().unfold(0, 4, 1) for one in drawn])
+    assert len(torch.unique(rows, dim=0)) == len(rows), "every attempt has numbers of its own"
 
 
 def test_h31_a_cohort_halves_where_no_single_record_fits_beside_the_others() -> None:
@@ -333,3 +336,56 @@ def test_the_plan_never_stops_a_run(world: Path, tmp_path: Path, monkeypatch: py
     result = simulate(configuration(world, tmp_path, federation={"rounds": 1}), in_process=True)
     assert result.status == "finished"
     assert result.memory == {}
+
+
+# -- a second worker --------------------------------------------------------------------------------
+
+
+def test_h31_a_second_worker_draws_the_very_same_batches(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every message is answered twice, as if the first worker had died before its answer left."""
+    seen: list[list[list[int]]] = []
+    sums, plain = PassRunner.clipped_sums, NodeHost.process
+
+    def watched(self: Any, mechanism: Any, state: Any, draws: Any) -> Any:
+        seen.append([[id(record) for record in draw] for draw in draws])
+        return sums(self, mechanism, state, draws)
+
+    def twice(self: Any, *arguments: Any) -> Any:
+        plain(self, *arguments)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr("fedlora.simulation.run._plan_memory", lambda *arguments: None)
+    monkeypatch.setattr(NodeHost, "process", twice)
+    monkeypatch.setattr(NodeHost, "prepare", prepared_first(NodeHost.prepare, monkeypatch, watched))
+    changes: dict[str, Any] = {"privacy": {"noise_source": "os"}, "training": {"steps_per_round": 2}}
+    simulate(configuration(world, tmp_path, **changes), in_process=True)
+    assert len(seen) == 4 * 2 * 2
+    rounds = [seen[first : first + 4] for first in range(0, 16, 4)]
+    assert all(one[:2] == one[2:] for one in rounds), "two steps, and the same two steps again"
+    assert len({str(one) for one in rounds}) == 4, "every round and step has coins of its own"
+    assert all(one[0] != one[1] for one in rounds)
+
+
+def prepared_first(prepare: Any, monkeypatch: pytest.MonkeyPatch, watched: Any) -> Any:
+    """Watch passes from the moment on that a node's self-checks are done."""
+
+    def wrapped(self: Any) -> Any:
+        ready = prepare(self)
+        monkeypatch.setattr(PassRunner, "clipped_sums", watched)
+        return ready
+
+    return wrapped
+
+
+def test_kept_coins_repeat_for_one_client_and_round_only() -> None:
+    key = bytes(range(32))
+    first = KeptCoins(key, "a", 1).words(1000)
+    again = KeptCoins(key, "a", 1)
+    assert np.array_equal(np.concatenate([again.words(400), again.words(600)]), first)
+    for other in (KeptCoins(key, "b", 1), KeptCoins(key, "a", 2), KeptCoins(bytes(32), "a", 1)):
+        assert not np.intersect1d(other.words(1000), first).size
+    assert abs(np.mean(KeptCoins(key, "c", 1).words(100_000) / 2.0**64) - 0.5) < 0.005
+    with pytest.raises(PrivacyParameterError, match="needed 32"):
+        KeptCoins(b"short", "a", 1)

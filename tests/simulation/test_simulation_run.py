@@ -11,7 +11,7 @@ from dp_accounting import dp_event, pld
 from simulation_helpers import configuration, container, metric_lines
 
 from fedlora.config import config_from_container, load_config
-from fedlora.errors import CheckpointError, TooFewRepliesError
+from fedlora.errors import CheckpointError, DataError, TooFewRepliesError
 from fedlora.ledger import Account, load_secret, open_ledger
 from fedlora.simulation.run import num_workers, simulate
 
@@ -226,7 +226,10 @@ def test_h15_the_divisor_does_not_follow_the_record_count(world: Path, tmp_path:
     assert prepared.bench.mechanism.privacy.sample_rate == 0.2
 
 
-def test_too_few_replies_end_the_run_by_name(world: Path, tmp_path: Path) -> None:
+def test_too_few_replies_end_the_run_by_name(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedlora.simulation.run._CHECK_SECONDS", -1.0)  # no record is reached before a draw
     broken = tmp_path / "broken.jsonl"
     rows = (world / "train.jsonl").read_text().splitlines()
     broken.write_text("\n".join(rows[:60] + ['{"text": "red", "label": "warm", "user": 5}'] * 4) + "\n")
@@ -245,6 +248,13 @@ def test_too_few_replies_end_the_run_by_name(world: Path, tmp_path: Path) -> Non
     assert len({line["adapter"] for line in lines}) == 1
     for reason in lines[1]["failed"].values():
         assert "row" not in reason, "file and row stay in the trainer's own log"
+
+
+def test_a_record_that_does_not_fit_ends_a_run_before_its_first_round(world: Path, tmp_path: Path) -> None:
+    data = {"labels": ["warm", "other"], "public_eval": None}
+    with pytest.raises(DataError, match="row"):
+        run(world, tmp_path, data=data)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "no run folder is left"
 
 
 def test_workers_follow_the_configuration(world: Path, tmp_path: Path) -> None:
