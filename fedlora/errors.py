@@ -31,6 +31,7 @@ FedLoraError                                  1
 ├ ModelError                                 61
 ├ ExportError                                62
 ├ CheckpointError                            63
+├ FileAccessError                            64
 ├ DeploymentError                            70
 │ ├ AuthenticationError                      71
 │ │ └ PeerIdentityError                      73
@@ -263,6 +264,12 @@ class CheckpointError(FedLoraError):
     """No usable checkpoint: missing, truncated or from another run."""
 
     exit_code = 63
+
+
+class FileAccessError(FedLoraError):
+    """A file or folder that the user named cannot be read or written (permissions, a full disk, a wrong kind)."""
+
+    exit_code = 64
 
 
 class DeploymentError(FedLoraError):

@@ -7,6 +7,7 @@ is one JSON object on stdout too.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
@@ -29,7 +30,7 @@ from fedlora.cli.common import (
     describe_error,
     setup_logging,
 )
-from fedlora.errors import FedLoraError
+from fedlora.errors import FedLoraError, FileAccessError
 
 typer.core.HAS_RICH = False  # plain help texts: they can be read by programs, and start faster
 
@@ -55,6 +56,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name to (module with `app: typer.Typer`, one line of help); what is not installed is left out."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 EPILOG = "Every command has --help with examples, and --json for one object on stdout."
 
 
@@ -156,16 +158,23 @@ def _unexpected(error: Exception, as_json: bool) -> int:
     if os.environ.get("FEDLORA_TRACEBACK", "") == "1":
         logging.getLogger("fedlora").exception("internal error")
         raise error
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+        return _fail(describe_error(_file_error(error)), as_json)
     record = describe_error(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        record["message"] = f"{error.filename}: {error.strerror}"
-    else:
-        first = (str(error).splitlines() or [""])[0][:300]
-        record["message"] = (
-            f"internal error {type(error).__name__}: {first} (set FEDLORA_TRACEBACK=1 for the traceback)"
-        )
+    first = (str(error).splitlines() or [""])[0][:300]
+    record["message"] = (
+        f"internal error {type(error).__name__}: {first} (set FEDLORA_TRACEBACK=1 for the traceback)"
+    )
     record["exit_code"] = INTERNAL_ERROR
     return _fail(record, as_json)
+
+
+def _file_error(error: OSError) -> FileAccessError:
+    """Say which file it was (of a move, where it was to go) and what to do where the disk is full."""
+    name = error.filename2 if error.filename2 is not None else error.filename
+    where = "" if name is None else f"{os.fsdecode(name) if isinstance(name, str | bytes) else name}: "
+    advice = "; free space, then start again" if error.errno in _FULL else ""
+    return FileAccessError(f"{where}{error.strerror or error}{advice}")
 
 
 def _fail(record: dict[str, Any], as_json: bool) -> int:

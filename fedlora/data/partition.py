@@ -103,7 +103,9 @@ def column_partition(values: Sequence[Any], partition: ColumnPartition) -> dict[
         DataError: if none is left.
     """
     groups = {
-        client: index for client, index in _by_value(values).items() if len(index) >= partition.min_records
+        client: index
+        for client, index in _by_value(values, repr(partition.column)).items()
+        if len(index) >= partition.min_records
     }
     if not groups:
         raise DataError(
@@ -205,8 +207,14 @@ def _cut(members: np.ndarray[Any, Any], shares: np.ndarray[Any, Any]) -> list[In
     return [part.astype(np.int64) for part in np.split(members, ends)]
 
 
-def _by_value(values: Sequence[Any]) -> dict[str, Index]:
+def _by_value(values: Sequence[Any], what: str = "the file") -> dict[str, Index]:
     groups: dict[str, list[int]] = {}
     for place, value in enumerate(values):
-        groups.setdefault(str(value), []).append(place)
+        name = str(value)
+        if value is None or value != value or not name.strip() or not name.isprintable() or len(name) > 256:
+            raise DataError(
+                f"data.partition: record {place + 1}: {what} names no client; allowed: 1 to 256 printable characters; "
+                "repair or remove the record; content withheld"
+            )
+        groups.setdefault(name, []).append(place)
     return {name: np.asarray(groups[name], dtype=np.int64) for name in sorted(groups)}
