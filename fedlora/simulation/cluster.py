@@ -8,8 +8,6 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +15,6 @@ from typing import Any, Final
 from fedlora.config.schema import RayConfig
 from fedlora.errors import ClusterUnreachableError
 
-_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
-_RECONNECT_SECONDS: Final = 8
 _CURRENT: Final = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  (Ray's own file)
 
 
@@ -119,10 +115,7 @@ def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluste
     }
     if config.address is None:
         # "local" never reads RAY_ADDRESS or a stale address file.
-        with _short_lived():
-            ray.init(
-                address="local", num_cpus=workers, num_gpus=math.ceil(gpus) if gpus > 0 else None, **options
-            )
+        ray.init(address="local", num_cpus=workers, num_gpus=math.ceil(gpus) if gpus > 0 else None, **options)
     else:
         address = resolve_address(config.address)
         probe(address, config.connect_timeout_seconds)
@@ -134,22 +127,6 @@ def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluste
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ClusterUnreachableError(f"ray.address: cannot join {address}: {text}") from None
     return Cluster(own=True, namespace=namespace)
-
-
-@contextmanager
-def _short_lived() -> Iterator[None]:
-    """Let Ray's processes give up soon once their head is gone: after kill -9 of the driver nobody stops them.
-
-    Ray's two agents wait for the head for 60 s otherwise. Our own head is never restarted, so nothing is lost by
-    waiting less. Only the processes of the cluster that starts here inherit it.
-    """
-    before = os.environ.get(_RECONNECT)
-    os.environ.setdefault(_RECONNECT, str(_RECONNECT_SECONDS))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_RECONNECT, None)
 
 
 def disconnect(cluster: Cluster) -> None:

@@ -22,6 +22,7 @@ from fedlora.simulation.cluster import Cluster, connect, disconnect
 from fedlora.simulation.grid import MAX_ATTEMPTS, HostedGrid, Pending, agree_on_event, packet_header
 from fedlora.simulation.host import Answered, NodeHost, NodeSpec, Readiness
 from fedlora.simulation.spending import Spending
+from fedlora.simulation.watch import Watcher
 
 _LOG = logging.getLogger(__name__)
 START_SECONDS = 600.0
@@ -57,6 +58,7 @@ class RayGrid(HostedGrid):
         self._config, self._start_seconds = config, start_seconds
         cpus = sum(spec.threads for spec in specs)
         self._cluster: Cluster | None = connect(config, cpus, config.gpus_per_worker * len(specs), run_id)
+        self._watcher: Watcher | None = None
         self._actors: dict[int, Any] = {}
         self._preparing: dict[int, Any] = {}
         try:
@@ -107,6 +109,8 @@ class RayGrid(HostedGrid):
         except ray.exceptions.RayError as error:
             raise SimulationError(f"worker: died while starting ({_first_line(error)})") from None
         self._preparing = {}
+        if self._watcher is None and self._config.address is None:
+            self._watcher = Watcher()
         event = Event.from_json(agree_on_event(readiness))
         if self._spending.event is not None and self._spending.event.key() != event.key():
             raise SimulationError(
@@ -221,6 +225,8 @@ class RayGrid(HostedGrid):
                 ray.kill(actor, no_restart=True)
         self._actors = {}
         disconnect(cluster)
+        if self._watcher is not None:
+            self._watcher.close()
         _LOG.debug("grid closed in %.1f s", time.monotonic() - started)
 
 

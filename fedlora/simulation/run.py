@@ -80,41 +80,44 @@ def simulate(
         FedLoraError: whatever else ends the run.
     """
     started = time.perf_counter()
-    settings, federation = _settings(config, resume, progress, stop_after, run_id)
-    run_number = zlib.crc32(settings.run_id.encode()) + 1
-    book = open_clients_ledger(settings.config, ledger)
     with _terminations():
+        settings, federation = _settings(config, resume, progress, stop_after, run_id)
+        book = open_clients_ledger(settings.config, ledger)
         try:
-            keeper = None if book is None else LedgerKeeper(book)
-            spending = Spending(keeper, settings.config)
+            spending = Spending(None if book is None else LedgerKeeper(book), settings.config)
+            run_number = zlib.crc32(settings.run_id.encode()) + 1
             specs = _specs(settings, federation, run_number, in_process)
             settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
-            grid = _grid(settings, specs, spending, in_process)  # workers load while the rest is prepared
-            try:
-                if resume is None:
-                    check_records(
-                        settings.bench.task, federation.rows, federation.parts, seconds=_CHECK_SECONDS
-                    )
-                write_partition(settings.folder, federation)
-                spending.sharing = find_sharing(federation.config, federation.rows, federation.parts)
-                plan = _plan_memory(grid, settings, specs, announce)
+            grid = _grid(settings, specs, spending, in_process)
+            try:  # the workers load while the rest is prepared
+                plan = _prepare(grid, settings, federation, spending, specs, announce)
                 _log_plan(settings, specs, time.perf_counter() - started)
                 _run_server(grid, settings, run_number)
             finally:
                 grid.close()
-            result = settings.result
-            if result is None:
-                raise SimulationError("the server app ended without a result; see its log")
             memory = write_plan(settings.folder, plan, grid.halved) if plan is not None else {}
             inside = {f"workers_{name}": value for name, value in grid.worker_seconds.items()}
-            seconds = {**result.seconds, **inside, "wall": time.perf_counter() - started}
-            result = replace(result, memory=memory)
-            told = () if spending.sharing is None else spending.sharing.warnings
-            result = replace(result, seconds=seconds, warnings=(*result.warnings, *told))
-            return _with_ledger(result, book, settings)
+            seconds = {**inside, "wall": time.perf_counter() - started}
+            return _with_ledger(_closed(settings, spending, memory, seconds), book, settings)
         finally:
             if book is not None:
                 book.close()
+
+
+def _closed(
+    settings: ServerSettings, spending: Spending, memory: Mapping[str, Any], seconds: Mapping[str, float]
+) -> RunResult:
+    """Return the server's result with what the driver knows."""
+    result = settings.result
+    if result is None:
+        raise SimulationError("the server app ended without a result; see its log")
+    told = () if spending.sharing is None else spending.sharing.warnings
+    return replace(
+        result,
+        memory=memory,
+        seconds={**result.seconds, **seconds},
+        warnings=(*result.warnings, *told),
+    )
 
 
 # -- preparation ------------------------------------------------------------------------------------
@@ -241,14 +244,34 @@ def _specs(
 
 
 def _grid(
-    settings: ServerSettings, specs: list[NodeSpec], spending: Spending, in_process: bool
+    settings: ServerSettings,
+    specs: list[NodeSpec],
+    spending: Spending,
+    in_process: bool,
 ) -> HostedGrid:
     timeout = settings.config.federation.round_timeout_seconds
     if in_process:
         return InProcessGrid(specs, spending, timeout)
     from fedlora.simulation.raygrid import RayGrid
 
-    return RayGrid(specs, spending, settings.config.simulation.ray, settings.run_id, timeout)
+    ray = settings.config.simulation.ray
+    return RayGrid(specs, spending, ray, settings.run_id, timeout)
+
+
+def _prepare(
+    grid: HostedGrid,
+    settings: ServerSettings,
+    federation: Federation,
+    spending: Spending,
+    specs: list[NodeSpec],
+    announce: Callable[[str], None] | None,
+) -> MemoryPlan | None:
+    """Do what needs the loaded model and the rows but no worker: check records, look for overlaps, plan."""
+    if not settings.resume:
+        check_records(settings.bench.task, federation.rows, federation.parts, seconds=_CHECK_SECONDS)
+    write_partition(settings.folder, federation)
+    spending.sharing = find_sharing(federation.config, federation.rows, federation.parts)
+    return _plan_memory(grid, settings, specs, announce)
 
 
 def _plan_memory(

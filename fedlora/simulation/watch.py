@@ -1,0 +1,79 @@
+"""After kill -9 of the driver nobody stops Ray's own agents, which wait a minute and more for their head.
+
+The watcher is a small process that holds the other end of a pipe. If the pipe closes without a good-bye, the
+driver is dead, and what it had started is killed, each process only if it is still the one that was noted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+GRACE_SECONDS: Final = 5
+"""Time that Ray's processes have to end by themselves."""
+_BYE: Final = b"bye"
+_PROGRAM: Final = """
+import os, signal, sys, time
+if sys.stdin.buffer.read() != b"bye":
+    time.sleep(float(sys.argv[1]))
+    for one in sys.argv[2:]:
+        pid, _, begun = one.partition(":")
+        try:
+            with open("/proc/" + pid + "/stat") as stream:
+                if stream.read().rsplit(")", 1)[1].split()[19] == begun:
+                    os.kill(int(pid), signal.SIGKILL)
+        except (OSError, IndexError):
+            pass
+"""
+
+
+class Watcher:
+    """Kills this process's present descendants some seconds after its death; `close` calls it off."""
+
+    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Note the descendants and start watching; does nothing where there is no /proc."""
+        self._process: subprocess.Popen[bytes] | None = None
+        noted = [f"{pid}:{begun}" for pid, begun in sorted(descendants(os.getpid()).items())]
+        if noted:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _PROGRAM, str(grace_seconds), *noted],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Say good-bye; safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.communicate(_BYE, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait()
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Return every process below one, with its start time in clock ticks; empty where there is no /proc."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            parents[int(entry.name)] = (int(fields[1]), fields[19])
+        except (OSError, IndexError, ValueError):
+            continue
+    below: dict[int, str] = {}
+    grown = True
+    while grown:
+        new = {
+            pid: begun
+            for pid, (parent, begun) in parents.items()
+            if pid not in below and (parent == root or parent in below)
+        }
+        below, grown = below | new, bool(new)
+    return below
