@@ -61,9 +61,10 @@ def match(
     """
     from fedlora.specs.dock import Dock
     from fedlora.specs.entries import read_entry
+    from fedlora.specs.types import other_target
 
     specification = read_entry(query)
-    dock = Dock(dock_file)
+    dock = Dock(dock_file, create=False)
     try:
         found = dock.match(specification, top_k, kind=None if kind == "any" else kind)
     finally:
@@ -74,7 +75,10 @@ def match(
         said = "no privacy claimed"
         if promise.epsilon is not None:
             said = f"epsilon {promise.epsilon:.3g} at delta {promise.delta:g} per {promise.unit}"
-        lines.append(f"{entry.cosine:8.4f}  {entry.name}  ({entry.licence}; {said})")
+        line = f"{entry.cosine:8.4f}  {entry.name}  ({entry.licence}; {said})"
+        if other_target(specification.metadata, entry.metadata):
+            line += f"  [another target, {entry.metadata['target']}: not comparable]"
+        lines.append(line)
     emit({"matches": [asdict(entry) for entry in found]}, as_json=as_json, text="\n".join(lines))
 
 
@@ -82,12 +86,14 @@ def match(
 def serve(
     dock_file: DockFile,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8700,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8700,
     tokens: Annotated[str, typer.Option(help="Environment variable with accepted tokens, one a line.")] = (
         "FEDLORA_DOCK_TOKENS"
     ),
-    max_entries: Annotated[int, typer.Option(help="The dock takes no more entries than this.")] = 1_000_000,
-    max_connections: Annotated[int, typer.Option(help="Connections at once; more get 503.")] = 256,
+    max_entries: Annotated[
+        int, typer.Option(min=1, help="The dock takes no more entries than this.")
+    ] = 1_000_000,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections at once; more get 503.")] = 256,
 ) -> None:
     """Serve the dock over HTTP; put TLS in front of it.
 
@@ -97,22 +103,15 @@ def serve(
     from fedlora.specs.dock import Dock
 
     try:
-        import uvicorn
-
         from fedlora.specs.service import make_app
+        from fedlora.specs.serving import run_service
     except ModuleNotFoundError as error:
         raise ConfigError(f"the service needs {error.name}: pip install 'fedlora[dock]'") from error
     accepted = tuple(line.strip() for line in os.environ.get(tokens, "").splitlines() if line.strip())
     dock = Dock(dock_file, max_entries=max_entries)
     try:
-        uvicorn.run(
-            make_app(dock, accepted),
-            host=host,
-            port=port,
-            log_level="warning",
-            access_log=False,
-            limit_concurrency=max_connections,
-            timeout_keep_alive=5,
-        )
+        service = make_app(dock, accepted)
+        typer.echo(f"{dock_file}: {len(dock)} specifications, http://{host}:{port}/v1 (no TLS)", err=True)
+        run_service(service, host, port, max_connections)
     finally:
         dock.close()

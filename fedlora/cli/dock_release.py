@@ -112,7 +112,7 @@ def _release(
 
         place = open_site(load_trainer(site).config, site, target)
         try:
-            return release_specification(config, label, client, lambda _: place.trainer)
+            return release_specification(config, label, client, lambda _: place.trainer, target)
         finally:
             place.ledger.close()
     from fedlora.simulation.run import open_clients_ledger
@@ -120,7 +120,7 @@ def _release(
     book = open_clients_ledger(config, ledger)
     try:
         return release_specification(
-            config, label, client, lambda resolved: local_trainer(resolved, client, book, target)
+            config, label, client, lambda resolved: local_trainer(resolved, client, book, target), target
         )
     finally:
         if book is not None:
@@ -194,7 +194,7 @@ def start(
     from fedlora.specs.runs import best_start, checked_adapter
 
     specification = read_entry(query)
-    dock = Dock(dock_file)
+    dock = Dock(dock_file, create=False)
     try:
         found = best_start(dock, specification)
     finally:
@@ -252,7 +252,7 @@ def _starts(dock_file: Path, specifications: list[Any], found: Any) -> dict[str,
     from fedlora.specs.groups import group_specification
     from fedlora.specs.runs import best_start, checked_adapter
 
-    dock = Dock(dock_file)
+    dock = Dock(dock_file, create=False)
     try:
         return {
             one.name: checked_adapter(best_start(dock, group_specification(one, specifications)))

@@ -19,6 +19,8 @@ from fedlora.specs.types import MAX_DIMENSION, PrivacyStatement, Specification
 
 MAX_ENTRY_BYTES = 64 * 1024
 MAX_TOP_K = 1_000
+MAX_SERVED_TOP_K = 100
+"""Of one answer of the service: an entry's metadata and statement may have tens of kilobytes."""
 _VECTOR_TEXT = 4 * (4 * MAX_DIMENSION // 3 + 4)
 
 
@@ -80,7 +82,7 @@ class MatchBody(_Strict):
     """A query: an entry (it is not stored) and how many answers are wanted."""
 
     query: EntryBody
-    top_k: int = Field(default=5, ge=1, le=MAX_TOP_K)
+    top_k: int = Field(default=5, ge=1, le=MAX_SERVED_TOP_K)
     kind: Literal["model", "task"] | None = "model"
 
 

@@ -13,6 +13,7 @@ Source: "PAVE Specifications of Learnwares Yield Intrinsic Privacy-Preserving Ca
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig, LoraFaMechanism, NoPrivacy, RecordPrivacy
 from fedlora.errors import ConfigError, DataError, FedLoraError, LedgerError, PrivacyError
 from fedlora.simulation.prepare import Prepared, complete
-from fedlora.specs.types import PrivacyStatement, Specification, statement_from_event
+from fedlora.specs.types import TARGET, PrivacyStatement, Specification, statement_from_event
 from fedlora.specs.vectors import specification_vector
 from fedlora.training.charging import budget_terms
 from fedlora.training.requests import ClientReply, RoundRequest
@@ -104,17 +105,19 @@ def release_specification(
     label: Label,
     client: str,
     make_trainer: Callable[[FedLoraConfig], Trainer],
+    target: str = "label",
 ) -> Release:
     """Train a specification of one client's records.
 
-    A repeated call with the same name and configuration gets the bytes of the first one where the ledger kept them,
-    and is refused otherwise; it never draws fresh noise for free.
+    A repeated call with the same name, configuration and target gets the bytes of the first one where the ledger kept
+    them, and is refused otherwise; it never draws fresh noise for free.
 
     Args:
         config: PUBLIC. See `check_configuration`.
         label: PUBLIC. Name and facts.
         client: whose records and whose account.
         make_trainer: builds the trainer for the resolved configuration.
+        target: PUBLIC. What the trainer draws the outputs to; another one is another release.
 
     Raises:
         ConfigError: if the configuration gives no specification.
@@ -125,7 +128,7 @@ def release_specification(
     _check_label(label)
     prepared = complete(config)
     resolved = prepared.config
-    run_id = f"{RUN_PREFIX}{label.name}:{config_hash(resolved)[:_HASH_CHARS]}"
+    run_id = f"{RUN_PREFIX}{label.name}:{_release_hash(resolved, target)}"
     request = RoundRequest(
         run_id=run_id,
         server_round=1,
@@ -145,9 +148,15 @@ def release_specification(
         "rank": resolved.adapter.rank,
         "layers": len(prepared.bench.layout.modules),
         "steps": reply.steps,
+        TARGET: target,
     }
     specification = describe(reply.payload, label, statement, facts)
     return Release(specification, reply.payload, reply.steps, reply.epsilon)
+
+
+def _release_hash(config: FedLoraConfig, target: str) -> str:
+    """Return what tells releases of one name apart: configuration and target."""
+    return hashlib.sha256(f"{config_hash(config)}/{target}".encode()).hexdigest()[:_HASH_CHARS]
 
 
 def describe(

@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse
 from fedlora.errors import DataError, FedLoraError
 from fedlora.specs.dock import Dock
 from fedlora.specs.entries import MAX_ENTRY_BYTES, EntryBody, MatchBody, entry_json
-from fedlora.specs.types import DockFullError, NameTakenError, NotInDockError
+from fedlora.specs.types import DockBusyError, DockDamagedError, DockFullError, NameTakenError, NotInDockError
 
 MAX_BODY_BYTES: Final = MAX_ENTRY_BYTES
 BODY_SECONDS: Final = 10.0
@@ -122,7 +122,7 @@ class _Gate:
         length = headers.get(b"content-length")
         if length is not None and (not length.isdigit() or len(length) > 15 or int(length) > MAX_BODY_BYTES):
             return JSONResponse({"error": f"a body may have at most {MAX_BODY_BYTES} bytes"}, 413, _CLOSE)
-        if length is None and (scope["method"] in _WITH_BODY or b"transfer-encoding" in headers):
+        if b"transfer-encoding" in headers or (length is None and scope["method"] in _WITH_BODY):
             return JSONResponse({"error": "a body needs a Content-Length"}, 411, _CLOSE)
         return None
 
@@ -149,7 +149,13 @@ class _Gate:
                 return bytes(body)
 
 
-_CODES: Final = {NameTakenError: 409, NotInDockError: 404, DockFullError: 507}
+_CODES: Final = {
+    NameTakenError: 409,
+    NotInDockError: 404,
+    DockFullError: 507,
+    DockBusyError: 503,
+    DockDamagedError: 500,
+}
 _CLOSE: Final = {"Connection": "close"}
 
 

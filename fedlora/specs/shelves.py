@@ -8,9 +8,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.config.schema import FedLoraConfig, FileSource, NoPrivacy
 from fedlora.config.trainer import TrainerConfig
 from fedlora.data import Rows, Task, load_rows, partition_rows
+from fedlora.data.files import expand_paths
 from fedlora.errors import ConfigError, DataError, PrivacyError
 from fedlora.ledger import Ledger
 from fedlora.simulation.prepare import bounded
@@ -104,9 +105,14 @@ def check_target(config: FedLoraConfig, target: Target) -> None:
 def local_trainer(config: FedLoraConfig, client: str, ledger: Ledger | None, target: Target) -> Trainer:
     """Return a trainer over the configuration's own data, paid from a ledger (None: nothing is charged).
 
+    That its files exist is looked up here, so that a misspelt path costs nothing; they are opened after the charge.
+
     Raises:
+        DataError: if a file pattern matches nothing.
         PrivacyError: if a private configuration comes without a ledger.
     """
+    if isinstance(config.data.source, FileSource):
+        expand_paths(config.data.source.paths)
     shelf: Shelf = ClientShelf(config, client)
     if target == "constant":
         shelf = ConstantShelf(shelf)

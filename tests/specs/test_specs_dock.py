@@ -231,29 +231,48 @@ def test_top_ten_of_a_hundred_thousand_within_fifty_milliseconds_and_exact(tmp_p
     """CPU time of all threads together, so that other load on the machine does not count."""
     rng = np.random.default_rng(6)
     dock = Dock(tmp_path / "dock.sqlite")
-    dock.add(make_specification("seed", np.ones(1024)))
     rows = rng.standard_normal((100_000, 1024), dtype=np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    identity = dock._connection.execute("SELECT id FROM specification").fetchone()[0]
+    identity = dock.add(make_specification("seed", rows[0]))
     group = dock._groups[next(iter(dock._groups))]
-    group.rows, group.count = rows, len(rows)
-    group.ids, group.kinds = np.full(len(rows), identity), np.zeros(len(rows), np.int8)
-    query = make_specification("q", rng.standard_normal(1024))
-    dock.match(query, 10)
-    times = []
-    for _ in range(20):
-        start = time.process_time()
-        dock.match(query, 10)
-        times.append(time.process_time() - start)
-    assert sorted(times)[10] < 0.05
-    found = 0
+    for place in range(1, len(rows)):
+        group.append(identity + place, "model", rows[place])
+    times, found = [], 0
     for _ in range(20):
         query = unit_vector(rng.standard_normal(1024).astype(np.float32))
-        exact = np.argsort(-(rows.astype(np.float64) @ query.astype(np.float64)))[:10]
-        group.ids = np.arange(len(rows))
-        found += len({identity for identity, _ in group.best(query, 10, "model", None)} & set(exact.tolist()))
+        start = time.process_time()
+        best = group.best(query, 10, "model", None)
+        times.append(time.process_time() - start)
+        exact = np.argsort(-(rows.astype(np.float64) @ query.astype(np.float64)))[:10] + identity
+        found += len({one for one, _ in best} & set(exact.tolist()))
+    assert sorted(times)[10] < 0.05
     assert found / 200 >= 0.95
+    times = []
+    for place in range(20):  # one more entry moves none of those that are there
+        start = time.process_time()
+        dock.add(make_specification(f"more-{place}", rows[place]))
+        times.append(time.process_time() - start)
+    assert max(times) < 0.25
+    assert group.count == len(rows) + 20
     dock.close()
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 4095, 4096, 4097, 9000])
+def test_vectors_in_blocks_are_found_in_every_place(count):
+    from fedlora.specs.dock import _Group
+
+    rng = np.random.default_rng(8)
+    rows = rng.standard_normal((count, 4)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    group = _Group(4)
+    for place, row in enumerate(rows):
+        group.append(place, ("model", "task")[place % 2], row)
+    np.testing.assert_array_equal(np.concatenate(list(group.parts())), rows)
+    for first in {0, 1, count // 2, count - 1}:
+        np.testing.assert_array_equal(np.concatenate(list(group.parts(first)) or [rows[:0]]), rows[first:])
+    query = rows[-1]
+    want = np.argsort(-(rows @ query), kind="stable")[:3]
+    assert [place for place, _ in group.best(query, 3, None, None)] == want.tolist()
 
 
 # --- service ---------------------------------------------------------------------------------------

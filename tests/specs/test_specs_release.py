@@ -497,7 +497,7 @@ def test_the_commands_work_together(values, helpers, world, tmp_path, monkeypatc
     )
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert sorted(name for one in groups for name in one["members"]) == [Path(s).stem for s in specs]
-    assert main(["simulate", "run.yaml", "-o", groups[0]["file"], "--in-process", "--quiet", "--json"]) == 0
+    assert main(["simulate", "run.yaml", "--overlay", groups[0]["file"], "--in-process", "--quiet", "--json"]) == 0
     capsys.readouterr()
     (Path(folder) / "adapter.flr").write_bytes(b"another file")
     assert main(["dock", "start", "dock.sqlite", "client-0000.json"]) == DataError.exit_code
@@ -570,3 +570,85 @@ def test_entries_on_disk_round_trip_and_are_checked(tmp_path):
     for name in ("big.json", "none.json"):
         with pytest.raises(DataError):
             read_entry(tmp_path / name)
+
+
+# --- one name, other releases ------------------------------------------------------------------------------
+
+
+def test_another_target_is_another_release(values, ledger):
+    """The kept bytes of a label release were once handed out as a constant one of the same name."""
+    values["data"]["labels"] = None
+    values["model"]["num_labels"] = 1
+    values["data"]["columns"]["label"] = "number"
+    lines = [json.loads(line) for line in Path(values["data"]["source"]["paths"][0]).read_text().splitlines()]
+    numbered = Path(values["run"]["dir"]).parent / "numbered.jsonl"
+    numbered.write_text(
+        "".join(json.dumps({**one, "number": float(len(one["text"]))}) + "\n" for one in lines)
+    )
+    values["data"] |= {"source": {"kind": "file", "paths": [str(numbered)]}, "public_eval": None}
+    made = {}
+    for target in ("label", "constant"):
+        made[target] = release_specification(
+            config_from_container(values),
+            Label("same"),
+            CLIENT,
+            lambda resolved, target=target: local_trainer(resolved, CLIENT, ledger, target),
+            target,
+        ).specification
+    assert not np.array_equal(made["label"].vector, made["constant"].vector)
+    assert [made[target].metadata["target"] for target in made] == ["label", "constant"]
+    assert len(report_of(ledger).rounds) == 2
+
+
+def test_a_misspelt_path_costs_nothing(values, ledger):
+    values["data"]["source"]["paths"] = ["nowhere/at-all.jsonl"]
+    with pytest.raises(DataError, match="matches no file"):
+        release(values, ledger)
+    assert not list(ledger.accounts())
+
+
+def test_a_start_is_not_taken_from_an_entry_of_another_target(tmp_path):
+    from fedlora.specs.dock import Dock
+    from fedlora.specs.runs import best_start
+
+    dock = Dock(tmp_path / "d.sqlite")
+    near, far = np.ones(4), np.array([1.0, 1.0, 1.0, -1.0])
+    facts = {"adapter": "runs/x", "adapter_sha256": "0"}
+    for name, vector, target in (("described", near, "run"), ("same", far, "constant")):
+        dock.add(
+            dataclasses.replace(spec_of(name, vector), kind="model", metadata={**facts, "target": target})
+        )
+    query = dataclasses.replace(spec_of("q", near), metadata={"target": "constant"})
+    assert [one.name for one in dock.match(query)] == ["described", "same"]
+    assert best_start(dock, query).name == "same"
+    with pytest.raises(DataError, match="target"):
+        best_start(dock, dataclasses.replace(query, metadata={"target": "label"}))
+    dock.close()
+
+
+def test_a_run_that_went_on_from_another_one_shows_that_one_too(values, tmp_path):
+    stated = {
+        "privacy": "differential privacy", "delta": 1e-5, "unit": "one record", "adjacency": "add_or_remove",
+        "adversary": "anyone", "accountant": "best", "sampling_assumption": "Poisson",
+    }  # fmt: skip
+
+    def run(name, epsilon, start, **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        summary = {"epsilon": epsilon, "rounds": 3, "statement": {**stated, **changes}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        config = json.loads(json.dumps(values))
+        config["adapter"]["init_from"] = start
+        (folder / "config.yaml").write_text(json.dumps(config))
+        return folder
+
+    first = run("first", 5.0, None)
+    assert (run_statement(first).epsilon, run_statement(first).num_events) == (5.0, 3)
+    second = run("second", 2.0, str(first), delta=1e-6)
+    assert (run_statement(second).epsilon, run_statement(second).delta) == (5.0, 1e-5)
+    assert any("first" in text for text in run_statement(second).conditions)
+    bare = run("bare", 2.0, None, privacy="none")
+    for start in (str(bare), str(tmp_path / "gone"), str(run("third", 2.0, str(bare)))):
+        assert run_statement(run(f"from-{Path(start).name}", 2.0, start)).guarantee == "none"
+    (first / "config.yaml").unlink()
+    assert run_statement(first).guarantee == "none"
