@@ -497,7 +497,10 @@ def test_the_commands_work_together(values, helpers, world, tmp_path, monkeypatc
     )
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert sorted(name for one in groups for name in one["members"]) == [Path(s).stem for s in specs]
-    assert main(["simulate", "run.yaml", "--overlay", groups[0]["file"], "--in-process", "--quiet", "--json"]) == 0
+    assert (
+        main(["simulate", "run.yaml", "--overlay", groups[0]["file"], "--in-process", "--quiet", "--json"])
+        == 0
+    )
     capsys.readouterr()
     (Path(folder) / "adapter.flr").write_bytes(b"another file")
     assert main(["dock", "start", "dock.sqlite", "client-0000.json"]) == DataError.exit_code
