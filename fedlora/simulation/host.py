@@ -19,6 +19,7 @@ from fedlora.errors import SimulationError
 from fedlora.ledger.types import CommitRequest
 from fedlora.simulation.appdir import code_hash, load_module
 from fedlora.simulation.identity import assume_identity
+from fedlora.simulation.trim import Trimmer
 from fedlora.training.charging import Grant, GrantKeeper
 from fedlora.training.local import register_port, unregister_port
 from fedlora.training.port import LocalPort
@@ -86,6 +87,7 @@ class NodeHost:
         """Keep the spec only: an actor whose constructor fails cannot say why."""
         self._spec = spec
         self._own_process = own_process
+        self._trim = Trimmer()
         self._app: Any = None
 
     def _set_up(self) -> None:
@@ -180,6 +182,7 @@ class NodeHost:
         after = {} if engine is None else engine.seconds
         seconds = {name: value - before.get(name, 0.0) for name, value in after.items()}
         found = None if engine is None else engine.cohort
+        self._trim()
         return Answered(reply, self._keeper.take_commits(), found, seconds)
 
     def close(self) -> None:

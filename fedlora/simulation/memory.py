@@ -18,6 +18,7 @@ import torch
 
 from fedlora.config.schema import FedLoraConfig
 from fedlora.mechanisms.noise import OsNoise
+from fedlora.simulation.trim import resident_bytes
 from fedlora.training.cohort import ClientJob, CohortEngine
 from fedlora.training.groups import public_records
 from fedlora.training.session import Workbench
@@ -161,7 +162,7 @@ def plan_memory(
     """
     config, device = bench.config, bench.adapted.device.type
     need = measure_need(bench)
-    base = _resident_bytes() if device == "cpu" else _model_bytes(bench)
+    base = resident_bytes() if device == "cpu" else _model_bytes(bench)
     asked = config.simulation.cohort
     if asked != "auto":
         cohort, chosen_by = min(int(asked), clients), "configuration"
@@ -233,16 +234,6 @@ def _cgroup_bytes() -> int | None:
         return max(0, int(limit) - int(used))
     except (OSError, ValueError):  # no limit reads "max"
         return None
-
-
-def _resident_bytes() -> int:
-    """Return this process's resident memory: a worker holds the same base model and libraries."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _model_bytes(bench: Workbench) -> int:

@@ -33,6 +33,7 @@ from fedlora.simulation.memory import (
 )
 from fedlora.simulation.prepare import complete, make_federation
 from fedlora.simulation.run import simulate
+from fedlora.simulation.trim import Trimmer, resident_bytes
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.training.cohort_retry import TooLargeError
@@ -389,3 +390,35 @@ def test_kept_coins_repeat_for_one_client_and_round_only() -> None:
     assert abs(np.mean(KeptCoins(key, "c", 1).words(100_000) / 2.0**64) - 0.5) < 0.005
     with pytest.raises(PrivacyParameterError, match="needed 32"):
         KeptCoins(b"short", "a", 1)
+
+
+def test_h31_memory_is_given_back_only_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, calls = iter([1000, 800, 870, 890, 700, 760, 771, 650]), []
+    monkeypatch.setattr("fedlora.simulation.trim.resident_bytes", lambda: next(sizes))
+    trimmer = Trimmer(1.1)
+    trimmer._trim = lambda pad: calls.append(pad)
+    trimmer()  # 1000: nothing is known yet, given back, 800 stay
+    trimmer()  # 870 < 880
+    assert len(calls) == 1
+    trimmer()  # 890: given back, 700 stay
+    trimmer()  # 760 < 770
+    trimmer()  # 771: given back
+    assert calls == [0, 0, 0]
+    trimmer._trim = None
+    trimmer()
+
+
+def test_h31_freed_gaps_go_back_to_the_system() -> None:
+    """Small blocks between large ones keep the heap from shrinking by itself."""
+    trimmer = Trimmer()
+    if trimmer._trim is None:
+        pytest.skip("no malloc_trim in this C library")
+    kept, gaps = [], []
+    for _ in range(400):
+        gaps.append(torch.zeros(25_000))
+        kept.append(torch.zeros(16))
+    full = resident_bytes()
+    gaps.clear()
+    trimmer()
+    assert resident_bytes() < full - 20_000_000
+    assert len(kept) == 400
