@@ -10,5 +10,9 @@ shift 2
 cp "$ca_key" "$folder/ca.key"
 trap 'rm -f "$folder/ca.key"' EXIT
 ${FEDLORA:-fedlora} certs renew "$folder" "$@"
-cp "$folder/ca.key" "$ca_key"
+if ! { cp "$folder/ca.key" "$ca_key.new" && mv "$ca_key.new" "$ca_key"; }; then
+  trap - EXIT   # with --new-ca it is the only copy of the new authority's key
+  echo "$ca_key cannot be written; take $folder/ca.key away by hand" >&2
+  exit 70
+fi
 echo "restart the server; after --new-ca send $folder/ca.crt to every site first"

@@ -62,6 +62,7 @@ def init(folder: Folder, host: Hosts = None, days: Days = 397, as_json: JsonOpti
     Example: fedlora certs init certs --host fl.example.org
     """
     hosts = host or ["localhost", "127.0.0.1"]
+    pki.check_hosts(hosts)
     pki.make_ca(folder)
     pki.issue_server(folder, hosts, days=days)
     _report(folder, as_json, f"Made {folder}/ca.crt (give it to every site) and the server's certificate.")
@@ -85,6 +86,7 @@ def renew(
     Example: fedlora certs renew certs --new-ca
     """
     hosts = host or list(pki.certificate_facts(folder / pki.SERVER_CERT)[0].names)
+    pki.check_hosts(hosts)
     if new_ca:
         pki.make_ca(folder, replace=True)
     pki.issue_server(folder, hosts, days=days, replace=True)

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +18,13 @@ from fedlora.cli.common import JsonOption, emit
 from fedlora.cli.files import PUBLIC, read_file, require_private, write_file
 from fedlora.cli.keyring import parse_public
 from fedlora.cli.processes import Child, StopSignals, child_environment, free_port, script
-from fedlora.cli.state import AuditLog, StateFile
-from fedlora.errors import AuthenticationError, DeploymentError, FedLoraError
+from fedlora.cli.refusals import reason_of
+from fedlora.cli.state import AuditLog, StateFile, note_change
+from fedlora.errors import AuthenticationError, DeploymentError
 from fedlora.names import ENV_TRAINER_SOCKET, ENV_TRAINER_TOKEN
 
 _LOG = logging.getLogger("fedlora.client")
+_CA_REMEDY = "get ca.crt from the server's operator"
 WEDGED = "SSL/TLS handshake error detected"
 """After this Flower 1.42's SuperNode may stay alive without ever asking for work again."""
 WEDGED_SECONDS = 5.0
@@ -44,47 +47,6 @@ BAD_SIGNATURE = (
     "the server refused the signature; compare this machine's clock with the server's, then the key"
 )
 
-REFUSALS: tuple[tuple[str, type[FedLoraError], str], ...] = (
-    (
-        "[code: 2004]",
-        AuthenticationError,
-        "the server does not know this key; ask its operator to allow it, or "
-        "make a new one with `fedlora keys rotate` if it was revoked",
-    ),
-    (
-        "[code: 2001]",
-        AuthenticationError,
-        "the server accepts registered keys only; ask its operator to allow it",
-    ),
-    (
-        "certificate has expired",
-        AuthenticationError,
-        "the server's certificate has expired; its operator must run `fedlora certs renew`",
-    ),
-    (
-        "not yet valid",
-        AuthenticationError,
-        "the server's certificate is not valid yet; check this machine's clock",
-    ),
-    (
-        "Hostname mismatch",
-        AuthenticationError,
-        "the server's certificate is for another name; use a name it lists",
-    ),
-    (
-        "IP address mismatch",
-        AuthenticationError,
-        "the server's certificate is for another address; use one it lists",
-    ),
-    (
-        "CERTIFICATE_VERIFY_FAILED",
-        AuthenticationError,
-        "the server's certificate is not signed by the CA given with "
-        "--ca; get the federation's ca.crt from its operator over a safe way",
-    ),
-)
-"""Text in Flower's output, the error it means, and what to do; the first that occurs decides."""
-
 
 @dataclass(frozen=True)
 class ClientSettings:
@@ -104,15 +66,17 @@ class ClientSettings:
         """Check files before anything is started; return the key's fingerprint.
 
         Raises:
-            DeploymentError: if a file is missing or private files are readable by others.
+            DeploymentError: if a file is missing or of another kind, or private files are readable by others.
             AuthenticationError: if the key is of another kind.
         """
-        read_file(self.ca, "CA certificate", "get ca.crt from the server's operator")
+        require_certificates(read_file(self.ca, "CA certificate", _CA_REMEDY), self.ca)
         read_file(self.key, "deployment key", "make it with `fedlora keys new`")
         require_private(self.key, "deployment key")
         host, _, port = self.superlink.rpartition(":")
-        if not host or not port.isdigit():
-            raise DeploymentError(f"--superlink: got {self.superlink!r}; give host:port")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise DeploymentError(
+                f"--superlink: got {self.superlink!r}; give host:port, with a port below 65536"
+            )
         return _fingerprint(self.key)
 
     def command(self, port: int) -> list[str]:
@@ -125,6 +89,20 @@ class ClientSettings:
             *("--host", self.host, "--port", str(port)),
             *("--max-wait-time", str(self.max_wait_seconds)),
         ]
+
+
+def require_certificates(data: bytes, path: Path) -> None:
+    """Refuse a CA file without a certificate: the SuperNode would try for good and never say why.
+
+    Raises:
+        DeploymentError: if it holds none.
+    """
+    from cryptography import x509
+
+    try:
+        x509.load_pem_x509_certificates(data)
+    except ValueError:
+        raise DeploymentError(f"CA certificate {path}: no certificate in PEM in it; {_CA_REMEDY}") from None
 
 
 def _fingerprint(key: Path) -> str:
@@ -242,7 +220,7 @@ def run_client(settings: ClientSettings, fingerprint: str, stop: StopSignals, tr
         pause = life.pause_or_raise()
         _LOG.warning("SuperNode ended (%s); again in %.0f s", life.reason, pause)
         if stop.wait(pause):
-            life.state.update(status="stopped")
+            life.stopped()
             return "stopped"
 
 
@@ -256,28 +234,38 @@ class _Life:
         self._pause, self._reached = 1.0, time.monotonic()
         self._began = self._reached
         self._seen: list[str] = []
-        self._activated, self._alone = threading.Event(), False
+        self._activated, self._alone, self._told = threading.Event(), False, False
         self.reason = ""
 
     def once(self, stop: StopSignals, trainer: Child | None) -> bool:
         """Run one SuperNode to its end; return whether that was asked for."""
         settings = self._settings
-        self._seen, self._activated = [], threading.Event()
+        self._seen, self._activated, self._told = [], threading.Event(), False
         wedged = threading.Event()
         child = _start_node(settings, self._fingerprint, self._seen, wedged, self._activated)
         facts = {"superlink": settings.superlink, "key": self._fingerprint, "node_pid": child.pid}
-        self.state.update(status="running", trainer_socket=str(settings.trainer_socket), **facts)
-        self._audit.write("client started", **facts)
+        more = {"trainer_socket": str(settings.trainer_socket), "connected": False}
+        note_change(self.state, self._audit, "client started", "running", **facts, **more)
         self._began = time.monotonic()
         try:
-            asked = _watch(child, stop, trainer, wedged)
+            asked = _watch(child, stop, trainer, wedged, self._connected)
             self._alone = not asked and child.poll() is not None
         finally:
             child.stop()
         if asked:
-            self.state.update(status="stopped")
-            self._audit.write("client stopped")
+            self.stopped()
         return asked
+
+    def stopped(self) -> None:
+        """Note a stop that was asked for while no SuperNode ran."""
+        note_change(self.state, self._audit, "client stopped", "stopped", connected=False)
+
+    def _connected(self) -> None:
+        """Tell once for each SuperNode that the server has let it in."""
+        if self._activated.is_set() and not self._told:
+            self._told = True
+            _LOG.info("connected to %s as %s", self._settings.superlink, self._fingerprint)
+            note_change(self.state, self._audit, "client connected", "running", connected=True)
 
     def pause_or_raise(self) -> float:
         """Judge why a SuperNode ended; return how long to wait before the next one, in seconds.
@@ -287,11 +275,10 @@ class _Life:
             DeploymentError: if the server has been away for longer than allowed.
         """
         settings, now = self._settings, time.monotonic()
-        error, self.reason = _reason(self._seen)
+        error, self.reason = reason_of(self._seen)
         if error is None and self._gave_up():
             error, self.reason = AuthenticationError, BAD_SIGNATURE
-        self.state.update(status="down", reason=self.reason)
-        self._audit.write("client down", reason=self.reason)
+        note_change(self.state, self._audit, "client down", "down", reason=self.reason, connected=False)
         if self._activated.is_set():
             self._reached = now
         patient = self._is_patient(now)
@@ -356,8 +343,14 @@ def _start_node(
     return child
 
 
-def _watch(child: Child, stop: StopSignals, trainer: Child | None, wedged: threading.Event) -> bool:
-    """Wait; return True for an asked stop, False if the SuperNode ended by itself or must be ended.
+def _watch(
+    child: Child,
+    stop: StopSignals,
+    trainer: Child | None,
+    wedged: threading.Event,
+    look: Callable[[], None],
+) -> bool:
+    """Wait, calling `look` in between; return whether a stop was asked for (else the SuperNode ended or must end).
 
     Raises:
         DeploymentError: if the trainer that was started along has ended.
@@ -365,6 +358,7 @@ def _watch(child: Child, stop: StopSignals, trainer: Child | None, wedged: threa
     while child.poll() is None:
         if stop.wait(0.5):
             return True
+        look()
         if trainer is not None and trainer.poll() is not None:
             raise DeploymentError(f"trainer: ended with status {trainer.poll()}; see trainer.log")
         if wedged.is_set() and child.wait(WEDGED_SECONDS) is None:
@@ -372,13 +366,3 @@ def _watch(child: Child, stop: StopSignals, trainer: Child | None, wedged: threa
             return False
     child.wait(5.0)
     return False
-
-
-def _reason(lines: list[str]) -> tuple[type[FedLoraError] | None, str]:
-    """Return (error class for refusals that waiting does not cure, one-line reason)."""
-    text = "\n".join(lines)
-    for pattern, error, remedy in REFUSALS:
-        if pattern in text:
-            return error, remedy
-    last = [line.strip() for line in lines if "rror" in line and "Exit Code" not in line]
-    return None, (last[-1][:200] if last else "no reason given; see supernode.log")

@@ -24,9 +24,10 @@ OverridesArgument = Annotated[
 ]
 OverlayOption = Annotated[
     list[str] | None,
-    typer.Option("--overlay", "-o", help="A further YAML file over CONFIG; may be repeated, later ones win."),
+    typer.Option("--overlay", "-f", help="A further YAML file over CONFIG; may be repeated, later ones win."),
 ]
 
+LEVELS = ("debug", "info", "warning", "error", "critical")
 INTERRUPTED = 130
 INTERNAL_ERROR = 1
 USAGE_ERROR = 2
@@ -94,4 +95,17 @@ def setup_logging(*, json_lines: bool = False, level: str | None = None) -> None
     logger = logging.getLogger("fedlora")
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel((level or os.environ.get("FEDLORA_LOG_LEVEL", "INFO")).upper())
+    logger.setLevel(_level(level))
+
+
+def _level(given: str | None) -> str:
+    """Return the level of `--log-level`, else of `FEDLORA_LOG_LEVEL`, else INFO.
+
+    Raises:
+        ConfigError: if it is none that exists.
+    """
+    source = "--log-level" if given else "FEDLORA_LOG_LEVEL"
+    text = given or os.environ.get("FEDLORA_LOG_LEVEL", "") or "info"
+    if text.lower() not in LEVELS:
+        raise ConfigError(f"{source}: got {text!r}; allowed: {', '.join(LEVELS)}")
+    return text.upper()

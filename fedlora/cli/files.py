@@ -55,12 +55,17 @@ def read_file(path: Path, what: str, remedy: str) -> bytes:
         raise DeploymentError(f"{what} {path}: cannot be read ({error.strerror}); {remedy}") from None
 
 
-def require_private(path: Path, what: str) -> None:
+def require_private(path: Path, what: str, *, group: bool = False) -> None:
     """Refuse a secret file that others can read.
+
+    Args:
+        path: the file.
+        what: for the message.
+        group: its group may (volumes of Kubernetes are made so for the pod's own group).
 
     Raises:
         DeploymentError: with the mode found and the command that repairs it.
     """
     mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
+    if mode & (0o007 if group else 0o077):
         raise DeploymentError(f"{what} {path}: mode is {mode:04o}, others may read it; run chmod 600 {path}")

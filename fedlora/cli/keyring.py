@@ -56,9 +56,11 @@ def new_deployment_key(folder: Path, name: str, *, rotate: bool = False) -> Path
         The path of the public key, which the server's operator needs.
 
     Raises:
-        DeploymentError: if the name cannot be a file name, or the key exists and `rotate` is not set.
+        DeploymentError: if the name cannot be a file name, the key exists and `rotate` is not set, or the reverse.
     """
     _check_name(name)
+    if rotate and not (folder / name).exists():
+        raise DeploymentError(f"{folder / name}: there is no key to rotate; make one with `fedlora keys new`")
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()

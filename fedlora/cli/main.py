@@ -90,7 +90,8 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(
     cls=LazyGroup,
-    help="Private federated fine-tuning of transformer models with LoRA.",
+    help="Private federated fine-tuning of transformer models with LoRA.\n\nExample: fedlora init my-federation\n\n"
+    "Example: fedlora --log-level debug simulate my-federation/run.yaml privacy.target_epsilon=3",
     epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -102,7 +103,11 @@ app = typer.Typer(
 @app.callback(invoke_without_command=False)
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-    log_level: str = typer.Option("", "--log-level", help="debug, info, warning or error."),
+    log_level: str = typer.Option(
+        "",
+        "--log-level",
+        help="debug, info, warning or error.  [default: FEDLORA_LOG_LEVEL, else info]",
+    ),
 ) -> None:
     if version:
         typer.echo(f"fedlora {__version__}")

@@ -49,6 +49,17 @@ class Registry:
         return "\n".join(lines) + "\n"
 
 
+def server_registry() -> Registry:
+    """Return the server's registry with its metrics declared."""
+    registry = Registry()
+    registry.describe("fedlora_round", "gauge", "Last round that is over.")
+    registry.describe("fedlora_round_accepted", "gauge", "Clients whose reply counted in the last round.")
+    registry.describe("fedlora_round_asked", "gauge", "Clients asked in the last round.")
+    registry.describe("fedlora_round_epsilon", "gauge", "Largest epsilon that a client has reported so far.")
+    registry.describe("fedlora_restarts_total", "counter", "SuperLink or ServerApp started again.")
+    return registry
+
+
 def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 

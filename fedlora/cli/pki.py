@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ SERVER_CERT, SERVER_KEY = "server.crt", "server.key"
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 """Always in the server's certificate: the server's own processes connect over the loopback."""
 CLOCK_SKEW = datetime.timedelta(minutes=10)
+_DNS_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 @dataclass(frozen=True)
@@ -74,26 +76,37 @@ def make_ca(
     return write_file(target, pem, mode=PUBLIC, replace=replace)
 
 
-def issue_server(folder: Path, hosts: Sequence[str], *, days: int = 397, replace: bool = False) -> Path:
-    """Issue the server's certificate for these DNS names and IP addresses: `server.key`, `server.crt`.
+def check_hosts(hosts: Sequence[str]) -> None:
+    """Check the names and addresses of a certificate before anything is written.
 
     Raises:
-        DeploymentError: if the CA is missing, a host is empty, or the files exist and `replace` is not set.
+        DeploymentError: if there is none, or one is neither a DNS name in ASCII nor an IP address.
     """
     if not hosts:
         raise DeploymentError(
             "server certificate: no host; give each name or address that clients connect to"
         )
+    for host in hosts:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            if len(host) > 253 or not _DNS_NAME.fullmatch(host):
+                raise DeploymentError(
+                    f"--host {host!r}: give a DNS name (other scripts as xn--...) or an IP address"
+                ) from None
+
+
+def issue_server(folder: Path, hosts: Sequence[str], *, days: int = 397, replace: bool = False) -> Path:
+    """Issue the server's certificate for these DNS names and IP addresses: `server.key`, `server.crt`.
+
+    Raises:
+        DeploymentError: if the CA is missing, a host is unusable, or the files exist and `replace` is not set.
+    """
+    check_hosts(hosts)
     if (folder / CA_KEY).exists():
         require_private(folder / CA_KEY, "CA key")
-    ca_key = serialization.load_pem_private_key(
-        read_file(folder / CA_KEY, "CA key", "run `fedlora certs init` first"), None
-    )
-    ca = x509.load_pem_x509_certificates(
-        read_file(folder / CA_CERT, "CA certificate", "run `fedlora certs init`")
-    )[0]
-    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
-        raise DeploymentError("CA key: not an elliptic-curve key; run `fedlora certs init` in another folder")
+    ca = _certificates(folder / CA_CERT, "CA certificate")[0]
+    ca_key = _ca_key(folder / CA_KEY, ca)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
     hosts = list(dict.fromkeys([*hosts, *LOCAL_NAMES]))
@@ -119,11 +132,7 @@ def certificate_facts(path: Path) -> list[CertificateFacts]:
     Raises:
         DeploymentError: if the file is missing or holds no certificate.
     """
-    try:
-        found = x509.load_pem_x509_certificates(read_file(path, "certificate", "run `fedlora certs init`"))
-    except ValueError:
-        raise DeploymentError(f"certificate {path}: not a PEM certificate") from None
-    return [_facts(certificate) for certificate in found]
+    return [_facts(certificate) for certificate in _certificates(path, "certificate")]
 
 
 def check_server_certificate(folder: Path, now: datetime.datetime | None = None) -> CertificateFacts:
@@ -133,11 +142,8 @@ def check_server_certificate(folder: Path, now: datetime.datetime | None = None)
         AuthenticationError: if it has expired, is not valid yet, or another CA signed it.
     """
     moment = datetime.datetime.now(datetime.UTC) if now is None else now
-    cas = x509.load_pem_x509_certificates(
-        read_file(folder / CA_CERT, "CA certificate", "run `fedlora certs init`")
-    )
-    pem = read_file(folder / SERVER_CERT, "server certificate", "run `fedlora certs init`")
-    certificate = x509.load_pem_x509_certificate(pem)
+    cas = _certificates(folder / CA_CERT, "CA certificate")
+    certificate = _certificates(folder / SERVER_CERT, "server certificate")[0]
     facts = _facts(certificate)
     if moment > facts.not_after:
         raise AuthenticationError(
@@ -150,12 +156,59 @@ def check_server_certificate(folder: Path, now: datetime.datetime | None = None)
     for ca in cas:
         try:
             certificate.verify_directly_issued_by(ca)
-            return facts
         except (ValueError, TypeError, InvalidSignature):
             continue
+        if not ca.not_valid_before_utc <= moment <= ca.not_valid_after_utc:
+            raise AuthenticationError(
+                f"CA certificate: valid from {ca.not_valid_before_utc:%Y-%m-%d} to {ca.not_valid_after_utc:%Y-%m-%d} "
+                "only; run `fedlora certs renew --new-ca` and send ca.crt to every site"
+            )
+        return facts
     raise AuthenticationError(
         "server certificate: not signed by a certificate in ca.crt; run `fedlora certs renew`"
     )
+
+
+def check_server_key(folder: Path) -> None:
+    """Check that the server's key is private and belongs to its certificate.
+
+    Raises:
+        DeploymentError: if it is missing, unreadable or open to others.
+        AuthenticationError: if it belongs to another certificate.
+    """
+    path = folder / SERVER_KEY
+    data = read_file(path, "server key", "run `fedlora certs renew`")
+    require_private(path, "server key", group=True)
+    try:
+        key = serialization.load_pem_private_key(data, None)
+    except (ValueError, TypeError):
+        raise DeploymentError(f"server key {path}: not a private key; run `fedlora certs renew`") from None
+    kind = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    certificate = _certificates(folder / SERVER_CERT, "server certificate")[0]
+    if key.public_key().public_bytes(*kind) != certificate.public_key().public_bytes(*kind):
+        raise AuthenticationError(
+            "server key: belongs to another certificate than server.crt; run `fedlora certs renew`"
+        )
+
+
+def _ca_key(path: Path, ca: x509.Certificate) -> ec.EllipticCurvePrivateKey:
+    data = read_file(path, "CA key", "bring it back for the renewal, or run `fedlora certs init` first")
+    try:
+        key = serialization.load_pem_private_key(data, None)
+    except (ValueError, TypeError):
+        raise DeploymentError(f"CA key {path}: not a private key in PEM") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise DeploymentError("CA key: not an elliptic-curve key; run `fedlora certs init` in another folder")
+    if key.public_key() != ca.public_key():
+        raise DeploymentError(f"CA key {path}: belongs to another certificate than the first one in ca.crt")
+    return key
+
+
+def _certificates(path: Path, what: str) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(read_file(path, what, "run `fedlora certs init`"))
+    except ValueError:
+        raise DeploymentError(f"{what} {path}: not a PEM certificate") from None
 
 
 def _builder(

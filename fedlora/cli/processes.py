@@ -12,6 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 import fedlora
@@ -140,11 +141,11 @@ class Child:
         Raises:
             DeploymentError: if it cannot be started.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        if self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES:
-            self._log.replace(self._log.with_suffix(self._log.suffix + ".1"))
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            if self._log.exists() and self._log.stat().st_size > MAX_LOG_BYTES:
+                self._log.replace(self._log.with_suffix(self._log.suffix + ".1"))
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self._folder,
@@ -201,31 +202,40 @@ class Child:
             self.poll()
             self._process.kill()
             self.wait(5.0)
-        end_all(pid for pid, started in self._family.items() if _started(pid) == started)
+        end_all(pid for pid, started in self._family.items() if process_start(pid) == started)
 
     def _read(self, process: subprocess.Popen[str]) -> None:
+        """Pass the output on to its end whatever happens to the log: a pipe nobody reads would stop the child."""
         stream = process.stdout
         if stream is None:
             return
-        with stream, self._log.open("a", encoding="utf-8") as log:
+        log: FileIO | None = None
+        with contextlib.suppress(OSError):
+            log = FileIO(self._log, "a")
+        with stream, contextlib.ExitStack() as closing:
+            if log is not None:
+                closing.enter_context(log)
             for line in stream:
-                log.write(line)
-                log.flush()
+                if log is not None:
+                    with contextlib.suppress(OSError):  # a full disk; the next line may fit again
+                        log.write(line.encode())
                 if self._on_line is not None:
                     self._on_line(line.rstrip("\n"))
 
 
 def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
     """End processes by id: SIGTERM, then SIGKILL for what is left."""
-    left = {pid: _started(pid) for pid in pids}
+    left = {pid: process_start(pid) for pid in pids}
     for sign in (signal.SIGTERM, signal.SIGKILL):
         for pid, started in left.items():
-            if started is not None and _started(pid) == started:
+            if started is not None and process_start(pid) == started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, sign)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            left = {pid: started for pid, started in left.items() if started and _started(pid) == started}
+            left = {
+                pid: started for pid, started in left.items() if started and process_start(pid) == started
+            }
             if not left:
                 return
             time.sleep(0.05)
@@ -233,11 +243,11 @@ def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
 
 def _with_start(pids: Iterable[int]) -> dict[int, str]:
     """Return process ids with their start times."""
-    found = {pid: _started(pid) for pid in pids}
+    found = {pid: process_start(pid) for pid in pids}
     return {pid: started for pid, started in found.items() if started is not None}
 
 
-def _started(pid: int) -> str | None:
+def process_start(pid: int) -> str | None:
     """Return a process's start time (so that a reused id is not mistaken for it), None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -21,8 +21,18 @@ app = typer.Typer(help="Start the server of a real federation.", rich_markup_mod
 CertsOption = Annotated[Path, typer.Option("--certs", help="Folder with ca.crt, server.crt and server.key.")]
 AllowOption = Annotated[Path, typer.Option("--allow", help="The allow-list of sites.")]
 StateOption = Annotated[Path, typer.Option("--state", help="Folder for what outlives the process.")]
-HostOption = Annotated[str, typer.Option("--host", help="0.0.0.0 for all interfaces, or 127.0.0.1.")]
-PortOption = Annotated[int, typer.Option("--port", help="TCP port; from deployment.superlink unless given.")]
+HostOption = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        help="0.0.0.0 for all interfaces, or 127.0.0.1.  [default: 127.0.0.1 if deployment.superlink names this "
+        "machine, else 0.0.0.0]",
+    ),
+]
+PortOption = Annotated[
+    int | None,
+    typer.Option("--port", min=1, max=65535, help="TCP port.  [default: that of deployment.superlink]"),
+]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run of --state.")]
 NewOption = Annotated[bool, typer.Option("--new", help="Start a new run although one is unfinished.")]
 OnceOption = Annotated[
@@ -45,7 +55,7 @@ def server(
     allow: AllowOption = Path("allow.json"),
     state: StateOption = Path("server-state"),
     host: HostOption = "",
-    port: PortOption = 0,
+    port: PortOption = None,
     resume: ResumeOption = False,
     new: NewOption = False,
     once: OnceOption = False,
@@ -79,7 +89,7 @@ def _role(
     overrides: list[str] | None,
     overlay: list[str] | None,
     places: tuple[Path, Path, Path],
-    address: tuple[str, int],
+    address: tuple[str, int | None],
     max_restarts: int,
     *,
     stay: bool,

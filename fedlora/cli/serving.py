@@ -15,8 +15,8 @@ from fedlora.cli.bundle import build_bundle
 from fedlora.cli.control import Control, RunState, public_key_pem
 from fedlora.cli.files import PUBLIC, write_file
 from fedlora.cli.keyring import AllowList
-from fedlora.cli.metrics import Registry
-from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate
+from fedlora.cli.metrics import server_registry
+from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate, check_server_key
 from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
 from fedlora.cli.serving_files import (
     RunFile,
@@ -25,6 +25,7 @@ from fedlora.cli.serving_files import (
     ended_with,
     forget_failure,
     last_line,
+    make_folder,
     read_json,
 )
 from fedlora.cli.state import AuditLog, StateFile
@@ -80,6 +81,7 @@ class ServerPlan:
                 "the loopback. Limit interfaces with the firewall or the container's network"
             )
         facts = check_server_certificate(self.certs)
+        check_server_key(self.certs)
         if "127.0.0.1" not in facts.names:
             raise DeploymentError("server certificate: must list 127.0.0.1 too; run `fedlora certs renew`")
         if facts.days_left() < 30:
@@ -105,7 +107,8 @@ class ServerRole:
         """
         plan.check()
         self._plan, self._app_dir = plan, app_dir
-        plan.state.mkdir(parents=True, exist_ok=True)
+        make_folder(plan.state, "--state")
+        make_folder(plan.run_dir, "run.dir")
         self._run = RunFile.read(plan.state)
         self._over = once and bool(self._run.run_id) and self._run.finished
         self._resume = not self._over and self._choose_run(
@@ -113,7 +116,7 @@ class ServerRole:
         )
         self._state = StateFile(plan.state, "server")
         self._audit = AuditLog(plan.state / "audit.jsonl")
-        self.registry = Registry()
+        self.registry = server_registry()
         self._token = control_token(plan.state)
         self._child: Child | None = None
         self._control: Control | None = None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedlora import errors
-from fedlora.cli.files import PUBLIC, write_file
+from fedlora.cli.files import PUBLIC, read_file, require_private, write_file
 from fedlora.config import FedLoraConfig, config_container, config_from_container
-from fedlora.errors import CheckpointError, FedLoraError
+from fedlora.errors import CheckpointError, DeploymentError, FedLoraError
 
 
 @dataclass
@@ -61,11 +62,35 @@ def _absolute(source: dict[str, Any]) -> None:
 
 
 def control_token(state: Path) -> str:
-    """Return the operator's token of a state folder; make it (0600) if there is none."""
+    """Return the operator's token of a state folder; make it (0600) if there is none.
+
+    Raises:
+        DeploymentError: if others may read it, or a crash or a full disk cut it short.
+    """
     path = state / "control.token"
     if not path.exists():
         write_file(path, secrets.token_hex(32).encode())
-    return path.read_text().strip()
+    token = read_file(path, "control token", "give it to the server's user").decode(errors="replace").strip()
+    require_private(path, "control token", group=True)
+    if len(token) < 32:
+        raise DeploymentError(
+            f"control token {path}: too short; delete the file, the next start makes another"
+        )
+    return token
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make a folder, and find out now whether files can be written there.
+
+    Raises:
+        DeploymentError: if it cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"0" * 4096)
+    except OSError as error:
+        raise DeploymentError(f"{what} {path}: cannot be written ({error.strerror})") from None
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

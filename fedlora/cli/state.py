@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -10,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.cli.files import PUBLIC, write_file
+from fedlora.cli.processes import process_start
+from fedlora.errors import DeploymentError
 
+_LOG = logging.getLogger(__name__)
 STATE_FILE = "state.json"
 
 
@@ -20,10 +25,16 @@ class StateFile:
     def __init__(self, folder: Path, role: str) -> None:
         """Name the folder and the role."""
         self.path = folder / STATE_FILE
-        self._fields: dict[str, Any] = {"role": role, "pid": os.getpid(), "started": time.time()}
+        pid = os.getpid()
+        self._fields: dict[str, Any] = {"role": role, "pid": pid, "pid_start": process_start(pid)}
+        self._fields["started"] = time.time()
 
     def update(self, **fields: Any) -> None:
-        """Change fields and write the file."""
+        """Change fields and write the file.
+
+        Raises:
+            DeploymentError: if it cannot be written.
+        """
         self._fields.update(fields)
         self._fields["updated"] = time.time()
         text = json.dumps(self._fields, indent=1, default=str) + "\n"
@@ -38,11 +49,15 @@ def read_state(folder: Path) -> Mapping[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
-    return {**record, "alive": _alive(record.get("pid"))}
+    return {**record, "alive": _alive(record.get("pid"), record.get("pid_start"))}
 
 
-def _alive(pid: object) -> bool:
+def _alive(pid: object, start: object) -> bool:
+    """Return whether a process still runs and is the one that started then, not a later one with its id."""
     if not isinstance(pid, int) or pid <= 0:
+        return False
+    now = process_start(pid)
+    if now is not None and start is not None and now != start:
         return False
     try:
         os.kill(pid, 0)
@@ -57,22 +72,50 @@ class AuditLog:
     """Append-only JSON lines, each synced to disk before the next thing happens; no data, no gradients."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open the file (0600); None keeps nothing."""
+        """Open the file (0600); None keeps nothing.
+
+        Raises:
+            DeploymentError: if it cannot be opened.
+        """
         self._handle: int | None = None
-        if path is not None:
+        if path is None:
+            return
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise DeploymentError(f"audit log {path}: cannot be opened ({error.strerror})") from None
 
     def write(self, what: str, **fields: Any) -> None:
-        """Append one entry."""
+        """Append one entry.
+
+        Raises:
+            DeploymentError: if it cannot be written; what was written of it is taken back.
+        """
         if self._handle is None:
             return
         record = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "what": what, **fields}
-        os.write(self._handle, (json.dumps(record, default=str, ensure_ascii=False) + "\n").encode())
-        os.fsync(self._handle)
+        line = (json.dumps(record, default=str, ensure_ascii=False) + "\n").encode()
+        try:
+            size = os.fstat(self._handle).st_size
+            if os.write(self._handle, line) < len(line):
+                os.ftruncate(self._handle, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._handle)
+        except OSError as error:
+            raise DeploymentError(f"audit log: {what}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
         """Close the file."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def note_change(state: StateFile, audit: AuditLog, what: str, status: str, **fields: Any) -> None:
+    """Write a change of status to state file and audit log; a full disk is logged and stops nothing."""
+    for write in (lambda: state.update(status=status, **fields), lambda: audit.write(what, **fields)):
+        try:
+            write()
+        except DeploymentError as error:
+            _LOG.error("%s", error)

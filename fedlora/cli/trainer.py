@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,10 @@ import typer
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.cli.metrics import MetricsServer, Registry
 from fedlora.cli.processes import StopSignals
-from fedlora.cli.state import AuditLog, StateFile
+from fedlora.cli.state import AuditLog, StateFile, note_change
+from fedlora.config.schema import FileSource
 from fedlora.config.trainer import TrainerConfig, load_trainer, site_path
-from fedlora.errors import FedLoraError
+from fedlora.errors import DataError, FedLoraError
 from fedlora.training.port import Packet, unpack_request
 from fedlora.training.service_server import Took
 from fedlora.wire.fingerprint import payload_fingerprint
@@ -71,15 +73,17 @@ class RunningTrainer:
         """Build the trainer; the socket is opened by `start`.
 
         Raises:
-            FedLoraError: if the ledger, identity key or data description is unusable.
+            FedLoraError: if the ledger, identity key or data description is unusable, or a file of records is missing.
         """
         from fedlora.training.service_site import build_site
 
         self._config, self._file = config, config_file
+        self._check_records()
         self._site = build_site(config, config_file)
         self._registry = _registry()
         self._audit = AuditLog(self._path(config.operations.audit_log))
         self._service: Any = None
+        self._state: StateFile | None = None
         self._metrics: MetricsServer | None = None
 
     def start(self) -> None:
@@ -95,14 +99,21 @@ class RunningTrainer:
             send_seconds=socket.request_timeout_seconds,
         )
         self._service = TrainerService(
-            self._site.port(), path, token, limits=limits, group=socket.group, on_packet=self._served
+            self._site.port(),
+            path,
+            token,
+            limits=limits,
+            group=socket.group,
+            on_packet=self._served,
+            after=self._site.ledger.foresee,
         )
         self._service.start()
         if self._config.operations.metrics_address is not None:
             self._metrics = MetricsServer(
                 self._config.operations.metrics_address, self._registry, lambda: True
             )
-        StateFile(path.parent, "trainer").update(**self.facts())
+        self._state = StateFile(path.parent, "trainer")
+        self._state.update(status="running", **self.facts())
         self._audit.write("trainer started", **self.facts())
 
     def close(self) -> None:
@@ -110,7 +121,8 @@ class RunningTrainer:
         if self._service is not None:
             self._service.stop(grace_seconds=self._config.socket.request_timeout_seconds)
             self._service = None
-            self._audit.write("trainer stopped")
+        if self._state is not None:
+            note_change(self._state, self._audit, "trainer stopped", "stopped")
         if self._metrics is not None:
             self._metrics.close()
         self._audit.close()
@@ -130,6 +142,21 @@ class RunningTrainer:
             "budget": self._config.budget.epsilon,
             "secure_sums_hold_against": sums_hold_against(self._config),
         }
+
+    def _check_records(self) -> None:
+        """Find the files of records (nothing in them is read), so that their absence costs no round.
+
+        Raises:
+            DataError: if one is missing or this user may not read it.
+        """
+        from fedlora.data.files import expand_paths
+
+        source = self._config.data.source
+        if not isinstance(source, FileSource):
+            return
+        for path in expand_paths([str(site_path(self._file, one)) for one in source.paths]):
+            if not os.access(path, os.R_OK):
+                raise DataError(f"data.source: this user may not read {path}; change its owner or mode")
 
     def summary(self) -> str:
         """Return one line for people."""

@@ -7,12 +7,15 @@ this process; nothing of it is stored, so nothing stored can lower a reported ep
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from fedlora.accounting import EpsilonReport, Event, compose, epsilon_of, within_budget
 from fedlora.ledger.types import WINDOWS, Budget
 
 Multiset = tuple[tuple[int, int], ...]
 """Sorted (event id, steps > 0) pairs."""
+FORESEEN: Final = 16
+"""How many different questions of the next round are worked out ahead at most."""
 
 
 def period_of(milliseconds: int) -> int:
@@ -75,6 +78,7 @@ class Projector:
         self._fits: dict[tuple[Multiset, float, float, str, str], bool] = {}
         self._brackets: dict[tuple[int, float, float, str, str], tuple[int, int]] = {}
         self._epsilons: dict[tuple[Multiset, float, str, str], EpsilonReport] = {}
+        self._expected: dict[tuple[Multiset, Budget], None] = {}
 
     def event(self, number: int) -> Event:
         """Return an event by its number."""
@@ -94,6 +98,20 @@ class Projector:
             found = epsilon_of(self._compose(multiset), delta, adjacency=adjacency, accountant=accountant)
             self._epsilons[key] = found
         return found
+
+    def expect(self, multiset: Multiset, budget: Budget) -> None:
+        """Note what the next round will ask for; only the newest `FORESEEN` are kept."""
+        self._expected.pop((multiset, budget), None)
+        self._expected[(multiset, budget)] = None
+        if len(self._expected) > FORESEEN:
+            del self._expected[next(iter(self._expected))]
+
+    def foresee(self) -> None:
+        """Answer now what the next round will ask for (a pure function of events and terms; nothing is charged)."""
+        expected, self._expected = self._expected, {}
+        for multiset, budget in expected:
+            self.fits(multiset, budget)
+            self.epsilon(multiset, budget.delta, budget.adjacency, budget.accountant)
 
     def fits(self, multiset: Multiset, budget: Budget) -> bool:
         """Return whether epsilon(multiset) <= budget.epsilon; False for anything not a number."""

@@ -110,6 +110,7 @@ class TrainerService:
         limits: bounds.
         group: a group that may connect beside the owner.
         on_packet: called with (question, answer, what it took) after each packet, for metrics and audit.
+        after: called when an answer has left, for work that nobody waits for.
     """
 
     def __init__(
@@ -121,15 +122,17 @@ class TrainerService:
         limits: ServiceLimits | None = None,
         group: str | None = None,
         on_packet: Callable[[Packet, Packet, Took], None] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> None:
         """Keep the parts; `start` opens the socket."""
         self._port, self._path, self._token = port, Path(path), token
         self._limits = ServiceLimits() if limits is None else limits
-        self._group, self._on_packet = group, on_packet
+        self._group, self._on_packet, self._after = group, on_packet, after
         self._slots = threading.BoundedSemaphore(self._limits.max_connections)
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
+        self._own: int | None = None
 
     def start(self) -> None:
         """Open the socket and serve in the background.
@@ -151,8 +154,7 @@ class TrainerService:
         deadline = time.monotonic() + grace_seconds
         for _ in range(self._limits.max_connections):
             self._slots.acquire(timeout=max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        self._remove_own()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
@@ -167,6 +169,7 @@ class TrainerService:
                 listener.bind(path)
             finally:
                 os.umask(old)
+            self._own = self._path.lstat().st_ino
             if self._group is not None:
                 os.chown(path, -1, group_id(self._group))
                 os.chmod(path, 0o660)
@@ -177,6 +180,13 @@ class TrainerService:
                 f"trainer socket {path}: cannot be opened ({reason}); check its folder"
             ) from None
         return listener
+
+    def _remove_own(self) -> None:
+        """Remove the socket's name if it still is the one made here: it may belong to another trainer by now."""
+        with contextlib.suppress(OSError):
+            if self._own is not None and self._path.lstat().st_ino == self._own:
+                self._path.unlink()
+        self._own = None
 
     def _remove_stale(self) -> None:
         try:
@@ -253,6 +263,11 @@ class TrainerService:
         answer = self._port.exchange(packet)
         self._note(packet, answer, Took(time.monotonic() - started, time.thread_time() - busy))
         self._answer(stream, answer)
+        if self._after is not None:
+            try:
+                self._after()
+            except Exception as error:
+                _LOG.info("trainer socket: work ahead failed (%s)", type(error).__name__)
         return True
 
     def _note(self, packet: Packet, answer: Packet, took: Took) -> None:

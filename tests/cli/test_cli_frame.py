@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_check_shows_precedence_and_gives_one_object(
 def test_the_files_of_init_are_usable_and_nothing_is_overwritten(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for more in ([], ["--deployment"], ["-o", "no-privacy.yaml"]):
+    for more in ([], ["--deployment"], ["-f", "no-privacy.yaml"]):
         assert frame.main(["check", "run.yaml", "--static", *more]) == 0
     assert frame.main(["keys", "new", "keys", "site-1"]) == 0
     assert frame.main(["trainer", "site.yaml", "--check", "--json"]) == 0
@@ -159,3 +160,40 @@ def test_errors_keep_their_figures_and_json_is_strict(capsys: pytest.CaptureFixt
     assert finite({"a": float("inf"), "b": [float("nan"), 1.0]}) == {"a": "inf", "b": ["nan", 1.0]}
     emit({"x": float("inf")}, as_json=True, text="")
     assert json.loads(capsys.readouterr().out) == {"ok": True, "x": "inf"}
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_an_unknown_log_level_is_one_line_with_the_levels(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["certs", "show", "nowhere"]
+    if how == "option":
+        arguments = ["--log-level", "loud", *arguments]
+    else:
+        monkeypatch.setenv("FEDLORA_LOG_LEVEL", "loud")
+    assert frame.main(arguments) == ConfigError.exit_code
+    message = capsys.readouterr().err
+    assert "'loud'; allowed: debug, info, warning, error" in message
+    assert message.count("\n") == 1
+
+
+def test_the_root_help_has_an_example_and_the_default_log_level(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Example: fedlora init" in text
+    assert "FEDLORA_LOG_LEVEL, else info" in " ".join(text.split())
+
+
+def test_a_short_option_means_the_same_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    meanings: dict[str, set[str]] = {}
+    for name in installed():
+        assert frame.main([name, "--help"]) == 0
+        for short, long in re.findall(r"^  (-\w), (--[\w-]+)", capsys.readouterr().out, re.MULTILINE):
+            meanings.setdefault(short, set()).add(long)
+    assert meanings["-o"] == {"--output"}
+    assert meanings["-f"] == {"--overlay"}
+
+
+def test_the_servers_port_has_no_default_that_is_no_port(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["server", "--help"]) == 0
+    assert "[default: 0]" not in capsys.readouterr().out

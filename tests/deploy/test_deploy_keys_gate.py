@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlora.cli import keyring, pki
-from fedlora.cli.client import REFUSALS, _reason
 from fedlora.cli.gate import Gate, is_local
 from fedlora.cli.metrics import MetricsServer, Registry
+from fedlora.cli.refusals import REFUSALS, reason_of
 from fedlora.errors import AuthenticationError, DeploymentError
 
 TOKEN = "t" * 64
@@ -195,8 +195,8 @@ def test_names_cannot_leave_their_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("pattern", "kind", "remedy"), REFUSALS)
 def test_refusals_of_the_server_become_one_line(pattern: str, kind: type, remedy: str) -> None:
     lines = ["INFO: starting", f"Exit Code: 305 {pattern} and more", "Finished"]
-    assert _reason(lines) == (kind, remedy)
-    assert _reason(["ConnectionError: refused"])[0] is None
+    assert reason_of(lines) == (kind, remedy)
+    assert reason_of(["ConnectionError: refused"])[0] is None
 
 
 def test_metrics_and_health_are_served() -> None:
