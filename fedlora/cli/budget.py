@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from fedlora.cli.budget_restore import restore
 from fedlora.cli.common import JsonOption, emit
 from fedlora.errors import LedgerError
 from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, open_ledger
 
 app = typer.Typer(
-    help="Show, plan, verify, export and back up privacy ledgers.\n\n"
+    help="Show, plan, verify, export, back up and restore privacy ledgers.\n\n"
     "LEDGER is a SQLite file or a SQLAlchemy URL; its key is found by --key, FEDLORA_LEDGER_KEY, or beside it "
     "(LEDGER.key, the same name ending in .key, ledger.secret, keys/ledger.secret).\n\n"
     "Example: fedlora budget show ledger.db --json",
@@ -344,5 +345,7 @@ def plan(
         record = plan_record(opened, wanted, client)
     emit(record, as_json=as_json, text=plan_text(record))
 
+
+app.command()(restore)
 
 __all__ = ["app", "find_key", "open_for", "report_record"]

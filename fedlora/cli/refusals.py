@@ -8,8 +8,8 @@ REFUSALS: tuple[tuple[str, type[FedLoraError], str], ...] = (
     (
         "[code: 2004]",
         AuthenticationError,
-        "the server does not know this key; ask its operator to allow it, or "
-        "make a new one with `fedlora keys rotate` if it was revoked",
+        "the server does not know this key; ask its operator to allow it, or make a new one with "
+        "`fedlora keys rotate` if it was revoked (or a relay with this key is connected already)",
     ),
     (
         "[code: 2001]",

@@ -61,9 +61,9 @@ def test_looking_ahead_changes_no_figure_no_entry_and_no_decision(tmp_path: Path
                 except Exception as error:
                     decisions.append(f"{type(error).__name__}: {error}")
                 if ahead:
-                    before = ledger.head
+                    before = ledger.head()
                     ledger.foresee()
-                    assert ledger.head == before
+                    assert ledger.head() == before
                 report = ledger.report(SITE)
                 decisions.append((report.epsilon, report.left, report.num_events))
         seen.append(decisions)
