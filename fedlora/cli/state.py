@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ class AuditLog:
 
 def note_change(state: StateFile, audit: AuditLog, what: str, status: str, **fields: Any) -> None:
     """Write a change of status to state file and audit log; a full disk is logged and stops nothing."""
-    for write in (lambda: state.update(status=status, **fields), lambda: audit.write(what, **fields)):
+    writes = (partial(state.update, status=status, **fields), partial(audit.write, what, **fields))
+    for write in writes:
         try:
             write()
         except DeploymentError as error:
