@@ -12,19 +12,16 @@ Source: Nasr et al., "Tight Auditing of Differentially Private Machine Learning"
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from fedlora.accounting import epsilon_of
 from fedlora.audit.canaries import CanaryBasis, Chosen, canary_basis, overshoot
+from fedlora.audit.canary_audit import Attack, CanaryAudit
 from fedlora.audit.faults import ScaledNoise
-from fedlora.audit.planning import Plan, Question, best_bound, make_plan, score_step
-from fedlora.audit.statistics import best_one_run_bound, roc_figures
-from fedlora.audit.verdict import Verdict, judge, measure_power
+from fedlora.audit.planning import Plan, Question, make_plan, score_step
 from fedlora.config.resolve import total_steps
 from fedlora.config.schema import RecordPrivacy
 from fedlora.errors import UnsupportedCombinationError
@@ -40,20 +37,7 @@ _DENSE_NUMBERS: Final = 9000
 """Numbers of per-record gradients that one attack may fill for each canary that was asked for, over all its steps."""
 
 
-@dataclass(frozen=True)
-class Attack:
-    """SENSITIVE only in name: the auditor's own canaries.
-
-    Attributes:
-        scores: (n,) summed log likelihood ratios.
-        truth: (n,) whether each canary was in the data.
-    """
-
-    scores: npt.NDArray[np.float64]
-    truth: npt.NDArray[np.bool_]
-
-
-class GradientAudit:
+class GradientAudit(CanaryAudit):
     """Attacks one workbench's mechanism.
 
     Args:
@@ -62,6 +46,8 @@ class GradientAudit:
         confidence: of the lower bound.
         noise: makes each client's noise source; the operating system's by default.
     """
+
+    name = "gradient-canary"
 
     def __init__(
         self,
@@ -80,58 +66,14 @@ class GradientAudit:
         if not isinstance(privacy, RecordPrivacy):
             raise UnsupportedCombinationError(
                 f"audit: gradient canaries attack record-level noise; got privacy.unit {privacy.unit}; "
-                "use --attack loss"
+                "use --attack client for client-level noise, --attack loss without privacy"
             )
-        self._bench, self._privacy, self._noise = bench, privacy, noise
+        super().__init__(bench, privacy, confidence=confidence)
+        self._privacy, self._noise, self._canaries = privacy, noise, canaries
         self._mechanism: Mechanism = bench.mechanism
-        self._canaries, self._confidence = canaries, confidence
         self._paired = privacy.adjacency == "replace_one"
         self._basis: CanaryBasis = canary_basis(
             self._mechanism, self._open(1), limit=canaries, seed=bench.config.run.seed
-        )
-
-    def run(self, *, repeats: int = 10) -> Verdict:
-        """Attack once, then measure the power on as many runs with half the noise.
-
-        Args:
-            repeats: runs with half the noise at most (fewer once the required power is out of reach); 0 leaves the
-                power open.
-        """
-        plan = self.plan()
-        attack = self.attack(plan)
-        bound = self.bound(attack, plan)
-
-        def caught() -> bool:
-            halved = self.attack(plan, partial(ScaledNoise, 0.5, self._noise()))
-            return self.bound(halved, plan) > plan.claimed_epsilon
-
-        power, done = measure_power(caught, repeats)
-        roc = roc_figures(attack.scores, attack.truth)
-        one_run, guesses = best_one_run_bound(
-            attack.scores, attack.truth, delta=self._privacy.target_delta, confidence=self._confidence
-        )
-        figures = {
-            "auc": roc.auc,
-            "tpr_at_1_percent_fpr": roc.tpr_at_1,
-            "tpr_at_10_percent_fpr": roc.tpr_at_10,
-            "canaries": len(attack.truth),
-            "steps": plan.steps,
-            "thresholds": list(plan.thresholds),
-            "one_run_bound": one_run,
-            "one_run_guesses": guesses,
-            "power_repeats": done,
-        }
-        word = judge(plan.claimed_epsilon, bound, power)
-        return Verdict(
-            "gradient-canary",
-            word,
-            plan.claimed_epsilon,
-            bound,
-            self._confidence,
-            power,
-            self._privacy.target_delta,
-            self._conditions(plan),
-            figures,
         )
 
     def plan(self) -> Plan:
@@ -139,7 +81,7 @@ class GradientAudit:
         return make_plan(
             Question(
                 strengths=self._strengths(),
-                claim=self._claim,
+                claim=self.claim,
                 afford=self._afford,
                 sample_rate=self._mechanism.privacy.sample_rate,
                 delta=self._privacy.target_delta,
@@ -175,14 +117,15 @@ class GradientAudit:
             )
         return Attack(score, truth)
 
-    def bound(self, attack: Attack, plan: Plan) -> float:
-        """Return the lower bound on epsilon at the plan's thresholds."""
-        return best_bound(
-            attack.scores,
-            attack.truth,
-            plan.thresholds,
-            delta=self._privacy.target_delta,
-            confidence=self._confidence,
+    def halved(self, plan: Plan) -> Attack:
+        """Attack the same mechanism with half the noise."""
+        return self.attack(plan, partial(ScaledNoise, 0.5, self._noise()))
+
+    def adversary(self) -> tuple[str, str]:
+        """Return what the attacker sees, and the sampling assumption."""
+        return (
+            "sees every noised release of the attacked steps, knows all records but the canary's coin",
+            f"Poisson, rate {self._mechanism.privacy.sample_rate:g}",
         )
 
     # -- one step ---------------------------------------------------------------------------------
@@ -237,15 +180,6 @@ class GradientAudit:
             )
         return wanted
 
-    def _claim(self, steps: int) -> float:
-        event = self._bench.event.times(steps)
-        return epsilon_of(
-            event,
-            self._privacy.target_delta,
-            adjacency=self._privacy.adjacency,
-            accountant=self._privacy.accountant,
-        ).epsilon
-
     def _strengths(self) -> Callable[[np.random.Generator, int], npt.NDArray[np.float64]]:
         """Return draws of the signal-to-noise ratio, measured on the canaries under fresh projections."""
         if self._mechanism.coordinates.kind != "projected":
@@ -260,23 +194,3 @@ class GradientAudit:
         update = self._release(state, nobody, np.empty(0, dtype=bool), OsNoise)
         found: npt.NDArray[np.float64] = np.unique(self._basis.filtered(state, update)[1].numpy())
         return found
-
-    def _conditions(self, plan: Plan) -> dict[str, object]:
-        privacy = self._privacy
-        report = epsilon_of(
-            self._bench.event.times(plan.steps),
-            privacy.target_delta,
-            adjacency=privacy.adjacency,
-            accountant=privacy.accountant,
-        )
-        derived = self._bench.config.derived
-        return {
-            "unit": privacy.unit,
-            "adjacency": privacy.adjacency,
-            "accountant": report.accountant,
-            "sampling": f"Poisson, rate {self._mechanism.privacy.sample_rate:g}",
-            "adversary": "sees every noised release of the attacked steps, knows all records but the canary's coin",
-            "attacked_steps": plan.steps,
-            "epsilon_of_the_whole_run": None if derived is None else derived.epsilon,
-            "event_conditions": list(report.conditions),
-        }

@@ -21,8 +21,18 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """One module's frames and their complements, float64 on the host."""
+class ModuleDirections:
+    """Orthonormal tangent directions of one module: its frames and their complements, float64 on the host.
+
+    Directions are numbered out side first, then in side, then core.
+
+    Attributes:
+        module: its path.
+        q_out: (out, r) orthonormal.
+        q_in: (in, r) orthonormal.
+        u: (out, out - r) what q_out leaves out.
+        v: (in, in - r) what q_in leaves out.
+    """
 
     module: str
     q_out: Tensor
@@ -30,20 +40,44 @@ class _Frame:
     u: Tensor
     v: Tensor
 
+    @classmethod
+    def of(cls, module: str, q_out: Tensor, q_in: Tensor) -> ModuleDirections:
+        """Complete two frames to bases."""
+        return cls(module, q_out, q_in, _complement(q_out), _complement(q_in))
+
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Numbers of out-side, in-side and core directions."""
         rank = self.q_out.shape[1]
         return self.u.shape[1] * rank, self.v.shape[1] * rank, rank * rank
 
+    def unit(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return one direction's blocks (X_out, X_in): a vector of norm 1, a core in both blocks."""
+        outer, inner, _ = self.sizes
+        x_out, x_in = torch.zeros_like(self.q_out), torch.zeros_like(self.q_in)
+        rank = self.q_out.shape[1]
+        if number < outer:
+            x_out[:, number % rank] = self.u[:, number // rank]
+        elif number < outer + inner:
+            x_in[:, (number - outer) % rank] = self.v[:, (number - outer) // rank]
+        else:
+            a, b = divmod(number - outer - inner, rank)
+            x_out[:, b], x_in[:, a] = self.q_out[:, a], self.q_in[:, b]
+        return x_out, x_in
 
-def _frames(mechanism: Mechanism, state: LocalState) -> list[_Frame]:
+    def read(self, x_out: Tensor, x_in: Tensor) -> Tensor:
+        """Return a tangent vector's coordinates (..., directions) in the order of the numbers."""
+        parts = (self.u.mT @ x_out, self.v.mT @ x_in, self.q_out.mT @ x_out)
+        return torch.cat([part.flatten(-2) for part in parts], -1)
+
+
+def _frames(mechanism: Mechanism, state: LocalState) -> list[ModuleDirections]:
     found = {}
     for group in state.own.groups:
         for index, module in enumerate(group.modules):
             q_out = group.base.q_out[0, index].double().cpu()
             q_in = group.base.q_in[0, index].double().cpu()
-            found[module] = _Frame(module, q_out, q_in, _complement(q_out), _complement(q_in))
+            found[module] = ModuleDirections.of(module, q_out, q_in)
     return [found[module] for module in mechanism.layout.modules]
 
 
@@ -87,7 +121,12 @@ class TangentBasis:
         return rows.done()
 
     def _fill(
-        self, rows: GradientRows, frame: _Frame, number: np.ndarray, amplitude: np.ndarray, like: Tensor
+        self,
+        rows: GradientRows,
+        frame: ModuleDirections,
+        number: np.ndarray,
+        amplitude: np.ndarray,
+        like: Tensor,
     ) -> None:
         """Write the canaries whose direction lies in one module."""
         rank = frame.q_out.shape[1]
@@ -121,11 +160,9 @@ class TangentBasis:
         return statistic, torch.full_like(statistic, 1.0 / mechanism.privacy.sigma())
 
     @staticmethod
-    def _read(frame: _Frame, blocks: FlatBlocks) -> Tensor:
+    def _read(frame: ModuleDirections, blocks: FlatBlocks) -> Tensor:
         x_out = blocks[block_name(frame.module, TANGENT_OUT)].double().cpu()
-        x_in = blocks[block_name(frame.module, TANGENT_IN)].double().cpu()
-        parts = (frame.u.mT @ x_out, frame.v.mT @ x_in, frame.q_out.mT @ x_out)
-        return torch.cat([part.flatten(1) for part in parts], 1)
+        return frame.read(x_out, blocks[block_name(frame.module, TANGENT_IN)].double().cpu())
 
 
-__all__ = ["TangentBasis"]
+__all__ = ["ModuleDirections", "TangentBasis"]

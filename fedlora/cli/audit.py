@@ -34,7 +34,7 @@ Examples:
   fedlora audit runs/demo --attack all
 """
 
-ATTACKS = ("gradient", "loss", "release", "calibrated", "noise-free")
+ATTACKS = ("gradient", "client", "loss", "release", "calibrated", "noise-free")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -42,15 +42,15 @@ AttackOption = Annotated[
     str,
     typer.Option(
         "--attack",
-        help="quick (gradient canaries), all, or one of gradient, loss, release, calibrated, noise-free (the control: "
-        "a DP-LoRA-FA release without noise, which leaks).",
+        help="quick (gradient canaries; under client-level privacy client canaries), all, or one of gradient, client, "
+        "loss, release, calibrated, noise-free (the control: a DP-LoRA-FA release without noise, which leaks).",
     ),
 ]
 RepeatsOption = Annotated[
     int, typer.Option("--repeats", min=0, max=1000, help="Runs with half the noise that measure the power.")
 ]
 CanariesOption = Annotated[
-    int, typer.Option("--canaries", min=200, max=1_000_000, help="Gradient canaries at most.")
+    int, typer.Option("--canaries", min=200, max=1_000_000, help="Gradient or client canaries at most.")
 ]
 TrialsOption = Annotated[
     int, typer.Option("--trials", min=8, max=10_000, help="Shadow clients of an attack.")
@@ -78,13 +78,14 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Audit one run or configuration."""
+    from fedlora.audit.client_checks import run_client_checks
     from fedlora.audit.run_claim import hold_to_claim, read_claim
     from fedlora.audit.verdict import write_verdict
     from fedlora.training.selfcheck import run_selfchecks
 
     chosen = _chosen(attack)
     bench, folder = open_target(target, overrides or [], overlay or [])
-    checks = run_selfchecks(bench)
+    checks = [*run_selfchecks(bench), *run_client_checks(bench)]
     verdicts, left_out = run_attacks(
         bench, chosen, repeats=repeats, canaries=canaries, trials=trials, quick=attack == "quick"
     )
@@ -166,8 +167,9 @@ def run_attacks(
         UnsupportedCombinationError: if the only attack that was asked for does not fit.
     """
     runs = _attacks(bench, repeats, canaries, trials)
-    if quick and bench.config.privacy.unit != "record":
-        attacks = ("release", "loss")
+    if quick:
+        fitting = {"record": ("gradient",), "client": ("client",), "none": ("release", "loss")}
+        attacks = fitting[bench.config.privacy.unit]
     found, left_out = [], {}
     for name in attacks:
         try:
@@ -183,6 +185,7 @@ def _attacks(bench: Workbench, repeats: int, canaries: int, trials: int) -> dict
     from dataclasses import replace
 
     from fedlora.audit import membership
+    from fedlora.audit.client import ClientAudit
     from fedlora.audit.faults import with_power
     from fedlora.audit.gradient import GradientAudit
 
@@ -196,6 +199,7 @@ def _attacks(bench: Workbench, repeats: int, canaries: int, trials: int) -> dict
 
     return {
         "gradient": lambda: GradientAudit(bench, canaries=canaries).run(repeats=repeats),
+        "client": lambda: ClientAudit(bench, canaries=canaries).run(repeats=repeats),
         "loss": lambda: with_power(lambda n: membership.loss_attack(bench, shadows(n, 4)), repeats),
         "release": lambda: with_power(lambda n: membership.release_attack(bench, shadows(n, 1)), repeats),
         "calibrated": lambda: with_power(lambda n: membership.calibrated_attack(bench, noise=n), repeats),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedlora.config import config_from_container
+from fedlora.config import config_container, config_from_container
 from fedlora.config.resolve import derive_noise
 from fedlora.training.session import Workbench, bind, load_parts, step_event
 
@@ -110,6 +110,42 @@ def make_bench(
             "federation": {"rounds": rounds, "min_replies": 1, "aggregation": {"kind": aggregation}},
         }
     )
+    parts = load_parts(config)
+    config = derive_noise(config, lambda asked: step_event(asked, parts.adapted.layout))
+    return bind(config, parts)
+
+
+def make_client_bench(
+    model: Path,
+    *,
+    seed: int = 3,
+    mechanism: str = "lora_fa",
+    aggregation: str = "mean_b",
+    clients_per_round: Any = "all",
+    **privacy: Any,
+) -> Workbench:
+    """Resolve a configuration with client-level privacy and load it."""
+    container = config_container(make_bench(model, seed=seed).config)
+    del container["derived"]
+    shares = privacy.get("noise_at") == "clients"
+    container["mechanism"] = {"kind": mechanism}
+    container["privacy"] = {
+        "unit": "client",
+        "adjacency": "add_or_remove",
+        "noise_multiplier": 2.0,
+        "target_delta": 1e-3,
+        "clipping_norm": 0.5,
+        "budget": {"epsilon": 50.0, "delta": 1e-3, "on_exhausted": "refuse"},
+        "noise_source": "os",
+        **privacy,
+    }
+    container["federation"] |= {
+        "clients_per_round": clients_per_round,
+        "aggregation": {"kind": aggregation},
+        "secure_aggregation": shares,
+        "min_replies": privacy.get("honest_clients", 1),
+    }
+    config = config_from_container(container)
     parts = load_parts(config)
     config = derive_noise(config, lambda asked: step_event(asked, parts.adapted.layout))
     return bind(config, parts)

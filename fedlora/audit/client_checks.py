@@ -1,0 +1,146 @@
+"""Self-checks of a client-level release on public random updates: clip, divisor, empty rounds, order of the charge.
+
+An attack on one release cannot see a round that is skipped because nobody answered, a divisor that counts who did, or a
+charge that comes after the noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fedlora.aggregation import clip_and_share
+from fedlora.aggregation.client_privacy import ClientMetric
+from fedlora.aggregation.secagg_blocks import update_vector, vector_blocks
+from fedlora.audit.canaries import OVERSHOOT
+from fedlora.audit.client import Normals, Server, open_server
+from fedlora.audit.client_canaries import CanaryClients, Float64
+from fedlora.config.schema import ClientPrivacy
+from fedlora.errors import TooFewRepliesError
+from fedlora.mechanisms.noise import NoiseSource, OsNoise
+from fedlora.training.selfcheck import SelfCheck
+from fedlora.training.session import Workbench
+from fedlora.wire.payload import AdapterPayload
+
+_TOLERANCE = 1e-4
+"""Relative; updates travel as float32."""
+
+
+@dataclass
+class _Silent:
+    """No noise at all, for checks that compare sums."""
+
+    private: bool = True
+
+    def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, device=device, dtype=dtype)
+
+
+@dataclass
+class _Logged:
+    """The operating system's noise, and when it was asked for."""
+
+    events: list[str] = field(default_factory=list)
+    private: bool = True
+
+    def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        self.events.append("noise")
+        return OsNoise().gaussians(count, device, dtype)
+
+
+class _Probe:
+    """Sums of public updates through the run's own release."""
+
+    def __init__(self, bench: Workbench, privacy: ClientPrivacy) -> None:
+        self.bench, self.start = bench, bench.initial_payload()
+        self.honest = privacy.honest_clients if privacy.noise_at == "clients" else None
+        self.canaries = CanaryClients(self.start, bench.layout, limit=64, seed=bench.config.run.seed)
+        self.metric = ClientMetric(self.start)
+
+    def released(
+        self, server: Server, updates: list[AdapterPayload], noise: NoiseSource
+    ) -> dict[str, Float64]:
+        """Return the released sum (mean times divisor) of some updates."""
+        plan, aggregator = server.plan, server.aggregator
+        aggregator.begin(self.start)
+        if self.honest is None:
+            for number, update in enumerate(updates):
+                aggregator.add(f"check-{number:03d}", update)
+            aggregator.finish()
+        else:
+            updates = updates + [self.canaries.nobody] * (self.honest - len(updates))
+            sent = [clip_and_share(one, self.start, plan, Normals(noise)) for one in updates]
+            total = sum((update_vector(one, self.start).astype(np.float64) for one in sent), np.zeros(1))
+            shapes = {name: block.shape for name, block in sorted(self.canaries.nobody.blocks.items())}
+            names = [f"check-{number:03d}" for number in range(len(sent))]
+            aggregator.authorize_sum(names)
+            aggregator.finish_sum(names, vector_blocks(total, shapes))
+        return {name: np.asarray(block) * plan.expected_clients for name, block in server.mode.heard.items()}
+
+
+def check_client_clip(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
+    """Check that one client moves the sum by at most C whatever it sends, and whatever it says beside it."""
+    probe = _Probe(bench, privacy)
+    worst, bound = 0.0, open_server(bench, _Silent()).plan.clipping_norm
+    for number in range(min(4, probe.canaries.size)):
+        server = open_server(bench, _Silent())
+        long = probe.canaries.update(number, OVERSHOOT * bound)
+        loud = AdapterPayload(**{**vars(long), "notes": {"num_examples": 1000}})
+        worst = max(worst, probe.metric.norm(probe.released(server, [loud], _Silent())))
+    passed = worst <= bound * (1 + _TOLERANCE)
+    return SelfCheck("whole updates are clipped", passed, f"largest move {worst:.4g}, bound {bound:.4g}")
+
+
+def check_divisor(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
+    """Check that the divisor does not follow who answered: two clients' sum is the sum of each one's."""
+    probe = _Probe(bench, privacy)
+    bound = open_server(bench, _Silent()).plan.clipping_norm
+    updates = [probe.canaries.update(number, 0.5 * bound) for number in range(min(2, probe.canaries.size))]
+    if probe.honest is not None:
+        updates = updates[: probe.honest]
+    alone = [probe.released(open_server(bench, _Silent()), [one], _Silent()) for one in updates]
+    both = probe.released(open_server(bench, _Silent()), updates, _Silent())
+    rest = {name: block - sum(one[name] for one in alone) for name, block in both.items()}
+    gap = probe.metric.norm(rest) / bound
+    return SelfCheck("the divisor is public", gap <= _TOLERANCE, f"sums differ by {gap:.2e} of the bound")
+
+
+def check_empty_rounds(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
+    """Check that a round without answers is charged first and then noised in every block (or nothing is opened)."""
+    name = "rounds without answers are charged and noised"
+    probe = _Probe(bench, privacy)
+    log = _Logged()
+    server = open_server(bench, log, charge=lambda event: log.events.append("charge"))
+    if probe.honest is not None:
+        return _check_shares(name, probe, server, log)
+    first, second = probe.released(server, [], log), probe.released(server, [], log)
+    bare = [block for block, value in first.items() if not np.any(value - second[block])]
+    orders = [one for at, one in enumerate(log.events) if at == 0 or one != log.events[at - 1]]
+    charged = orders == ["charge", "noise"] * 2
+    return SelfCheck(
+        name, charged and not bare, f"charged first {charged}, blocks without own noise {len(bare)}"
+    )
+
+
+def _check_shares(name: str, probe: _Probe, server: Server, log: _Logged) -> SelfCheck:
+    server.aggregator.begin(probe.start)
+    few = [f"check-{number:03d}" for number in range((probe.honest or 1) - 1)]
+    try:
+        server.aggregator.authorize_sum(few)
+    except TooFewRepliesError:
+        held = "charge" not in log.events
+        return SelfCheck(name, held, f"{len(few)} answers: nothing is opened, charged {not held}")
+    return SelfCheck(name, False, f"{len(few)} answers were opened, {probe.honest} are promised")
+
+
+def run_client_checks(bench: Workbench) -> list[SelfCheck]:
+    """Run every check of the client-level release; none without client-level privacy."""
+    privacy = bench.config.privacy
+    if not isinstance(privacy, ClientPrivacy):
+        return []
+    return [check(bench, privacy) for check in (check_client_clip, check_divisor, check_empty_rounds)]
+
+
+__all__ = ["check_client_clip", "check_divisor", "check_empty_rounds", "run_client_checks"]
