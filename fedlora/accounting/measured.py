@@ -17,6 +17,7 @@ from fedlora.accounting import theorem5
 from fedlora.accounting.accountant import epsilon_of
 from fedlora.accounting.events import GaussianEvent, NoisyProjectionEvent, PoissonGaussianEvent
 from fedlora.accounting.hypergeometric import FloatArray
+from fedlora.accounting.lean_import import load_pld
 
 ROWS: tuple[tuple[float, float, int, int, int, int], ...] = (
     (1.0, 0.5, 1, 2000, 16, 10),
@@ -67,7 +68,8 @@ def epsilon_lower(
       delta: in (0, 1).
       interval: rounding of losses; every step loses about half of it.
     """
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+    privacy_loss_distribution = load_pld()
+    from dp_accounting.pld import pld_pmf
 
     group = event.groups[0]
     rate = 1.0 if event.sample_rate is None else event.sample_rate

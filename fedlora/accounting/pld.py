@@ -2,8 +2,8 @@
 
 Full-batch Gaussians in a composition are one Gaussian exactly. The others are discretised pessimistically ("connect the
 dots", Doroshenko et al., arXiv:2207.04380v1) at an interval chosen from the size of the answer, composed, and read at
-delta; a margin covers the rounding of the discretised masses. Imports of dp_accounting are inside functions: it takes a
-second to load.
+delta; a margin covers the rounding of the discretised masses. Imports of dp_accounting are inside functions: it takes
+half a second to load (`lean_import`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedlora.accounting.events import Event, GaussianEvent, NoisyProjectionEvent, PoissonGaussianEvent
+from fedlora.accounting.lean_import import load_pld
 from fedlora.accounting.reports import Adjacency
 
 Parts = tuple[tuple[Event, int], ...]
@@ -114,8 +115,8 @@ def nice(value: float) -> float:
 @functools.lru_cache(maxsize=64)
 def step(sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool) -> Any:
     """Return dp_accounting's distribution of one sampled Gaussian step."""
+    privacy_loss_distribution = load_pld()
     from dp_accounting import privacy_accountant
-    from dp_accounting.pld import privacy_loss_distribution
 
     relation = privacy_accountant.NeighboringRelation
     return privacy_loss_distribution.from_gaussian_mechanism(

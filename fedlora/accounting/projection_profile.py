@@ -21,6 +21,7 @@ from scipy.special import betainc, betaincinv, log_ndtr
 from fedlora.accounting import pld
 from fedlora.accounting.events import NoisyProjectionEvent, ProjectionGroup
 from fedlora.accounting.hypergeometric import FloatArray
+from fedlora.accounting.lean_import import load_pld
 from fedlora.accounting.reports import Adjacency
 
 _NODES = 48
@@ -204,7 +205,8 @@ def distribution(
       interval: discretisation.
       adjacency: neighbouring relation.
     """
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+    privacy_loss_distribution = load_pld()
+    from dp_accounting.pld import pld_pmf
 
     replaced = adjacency is Adjacency.REPLACE_ONE
     gain = 4.0 if replaced else 1.0
