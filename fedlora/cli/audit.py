@@ -170,6 +170,8 @@ def run_attacks(
     if quick:
         fitting = {"record": ("gradient",), "client": ("client",), "none": ("release", "loss")}
         attacks = fitting[bench.config.privacy.unit]
+    elif len(attacks) > 1 and bench.config.privacy.unit != "client":
+        attacks = tuple(name for name in attacks if name != "client")
     found, left_out = [], {}
     for name in attacks:
         try:
