@@ -35,6 +35,8 @@ ACCEPTED = "Receiving:"
 ACTIVATED = "SuperNode ID:"
 """The server has let the node in."""
 ACCEPTED_FILE = "accepted-key"
+THROWN_OUT = "401 Unauthorized"
+"""Said to a node that was in: its key was removed. Its next refusal is final, nothing of it is "online" any more."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 app = typer.Typer(
@@ -235,6 +237,7 @@ class _Life:
         self._began = self._reached
         self._seen: list[str] = []
         self._activated, self._alone, self._told = threading.Event(), False, False
+        self._thrown_out = False
         self.reason = ""
 
     def once(self, stop: StopSignals, trainer: Child | None) -> bool:
@@ -281,6 +284,7 @@ class _Life:
         note_change(self.state, self._audit, "client down", "down", reason=self.reason, connected=False)
         if self._activated.is_set():
             self._reached = now
+            self._thrown_out = any(THROWN_OUT in line for line in self._seen)
         patient = self._is_patient(now)
         if error is not None and not patient:
             raise error(f"server {settings.superlink} refused {self._fingerprint}: {self.reason}")
@@ -302,8 +306,8 @@ class _Life:
         """Whether a refusal may only mean that the server still thinks that an earlier SuperNode is there."""
         accepted = self._settings.state / ACCEPTED_FILE
         known = accepted.exists() and accepted.read_text() == self._fingerprint
-        refused = self._gave_up() or any(NOT_ACTIVATED in line for line in self._seen)
-        return known and refused and now - self._reached < GRACE_SECONDS
+        unknown = not self._thrown_out and any(NOT_ACTIVATED in line for line in self._seen)
+        return known and (unknown or self._gave_up()) and now - self._reached < GRACE_SECONDS
 
 
 def _start_node(

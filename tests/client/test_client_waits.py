@@ -117,3 +117,31 @@ def test_a_supernode_that_was_let_in_and_ends_is_started_again(
     with pytest.raises(AuthenticationError, match="does not know this key"):
         relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
     assert len(started) == 4
+
+
+def test_h33_a_key_that_was_removed_under_a_running_node_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    (tmp_path / relay.ACCEPTED_FILE).write_text("SHA256:x")
+    said = "httpx.HTTPStatusError: Client error '401 Unauthorized' for url '.../send-node-heartbeat'"
+
+    def lives(number: int) -> tuple[float, list[str]]:
+        if number == 0:
+            return 300.0, [f"{relay.ACTIVATED} 5", said]
+        return (20.0, ["ConnectError"]) if number == 1 else (2.0, [relay.NOT_ACTIVATED])
+
+    started = nodes(monkeypatch, clock, lives)
+    with pytest.raises(AuthenticationError, match="does not know this key"):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert len(started) == 3
+
+
+def test_a_key_that_is_let_in_again_has_its_grace_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    (tmp_path / relay.ACCEPTED_FILE).write_text("SHA256:x")
+    lines = {0: [f"{relay.ACTIVATED} 5", relay.THROWN_OUT], 1: [f"{relay.ACTIVATED} 6", "killed"]}
+    started = nodes(monkeypatch, clock, lambda number: (90.0, lines.get(number, [relay.NOT_ACTIVATED])))
+    with pytest.raises(AuthenticationError):
+        relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
+    assert len(started) > 3

@@ -39,13 +39,17 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
         made.kill("server")
         made.kill("site-a-trainer")
         made.start("site-a-trainer-again", "trainer", "site-a/site.yaml")
-        made.start("server-again", "server", "run.yaml", "--resume")
+        made.start("server-again", "server", "run.yaml", "--resume", "--stay")
         wait_for("round 2", lambda: len(made.rounds_done()) >= 3, 400, made)
         allow = AllowList.load(made.root / "allow.json")
         allow.revoke("site-b")
         allow.save()
+        wait_for("the run's end", lambda: made.state().get("status") == "finished", 500, made)
+        site = made.processes["site-b"]  # the server is still there to say why it refuses
+        wait_for("the revoked client's end", lambda: site.poll() is not None, 200, made)
         server = made.processes["server-again"]
-        wait_for("the run's end", lambda: server.poll() is not None, 500, made)
+        server.terminate()
+        server.wait(60)
         yield made
     finally:
         made.stop()
