@@ -12,7 +12,8 @@ from fedlora.ledger.fingerprints import (
     sketch_records,
 )
 from fedlora.ledger.keyfile import load_or_create_secret, load_secret
-from fedlora.ledger.ledger import Ledger, open_ledger
+from fedlora.ledger.ledger import Ledger
+from fedlora.ledger.opening import open_ledger
 from fedlora.ledger.outgoing import OutgoingMetrics, filter_metrics, metric_event, noise_metric
 from fedlora.ledger.reports import VerifyReport
 from fedlora.ledger.types import (

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fedlora.errors import LedgerIntegrityError
 
@@ -125,6 +125,17 @@ def link_message(previous: bytes, entry: Entry, account: str, event_hash: str) -
         f"\x1f{entry.digest}\x1f{entry.detail}"
     )
     return previous + text.encode()
+
+
+def as_link(value: Any) -> bytes:
+    """Return a stored link; a damaged cell may hold another type (and bytes(n) would be n zeros).
+
+    Raises:
+        TypeError: if it is a number or a text.
+    """
+    if isinstance(value, int | float | str):
+        raise TypeError(f"a link is {type(value).__name__}")
+    return bytes(value)
 
 
 def encode_head(seq: int, mac: bytes) -> str:

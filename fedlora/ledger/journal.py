@@ -24,7 +24,7 @@ from fedlora.ledger.anchor import Anchor
 from fedlora.ledger.chain import Entry, canonical_json
 from fedlora.ledger.projection import period_of
 from fedlora.ledger.schema import accounts, entries, events, snapshots
-from fedlora.ledger.state import LedgerState, integrity_error
+from fedlora.ledger.state import LedgerState, integrity_error, readable_rows
 from fedlora.ledger.store import Store
 from fedlora.ledger.types import Account, Clock
 
@@ -158,6 +158,8 @@ class Journal:
             if known is not None:
                 self._floor, self._state = known[:2], None
                 state = self.refresh()
+        if state.seq > 0 and not (self.store.read_only and state.seq >= SNAPSHOT_EVERY):
+            self.store.integrity_check()  # a damaged index would hide a round that was spent
         if known is not None and known[2] != state.ledger_id:
             raise integrity_error(1, "belongs to another ledger than the anchor beside it")
         if state.seq == 0:
@@ -271,7 +273,8 @@ class Journal:
         last = connection.execute(
             sa.select(entries.c.seq, entries.c.mac).order_by(entries.c.seq.desc()).limit(1)
         ).first()
-        seq, mac = (0, chain.ZERO_MAC) if last is None else (int(last[0]), bytes(last[1]))
+        with readable_rows():
+            seq, mac = (0, chain.ZERO_MAC) if last is None else (int(last[0]), chain.as_link(last[1]))
         state = self._state
         if state is not None and state.seq == seq:
             if state.mac != mac:
@@ -288,8 +291,9 @@ class Journal:
         self._state = None
         if state is None:
             state = LedgerState(self._key)
-        self._catch_up(connection, state)
-        self._check_floor(connection)
+        with readable_rows():
+            self._catch_up(connection, state)
+            self._check_floor(connection)
         self._state = state
         return state
 
@@ -354,7 +358,7 @@ class Journal:
     def link_at(connection: sa.Connection, seq: int) -> bytes | None:
         """Return the stored link of one entry, or None."""
         value = connection.execute(sa.select(entries.c.mac).where(entries.c.seq == seq)).scalar()
-        return None if value is None else bytes(value)
+        return None if value is None else chain.as_link(value)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> LedgerState:
         """Check pages, every link and every snapshot from the first entry on; return the replayed state.
@@ -364,7 +368,7 @@ class Journal:
         """
         self.store.integrity_check()
         state = LedgerState(self._key)
-        with self.store.read() as connection:
+        with self.store.read() as connection, readable_rows():
             self._define(connection, state)
             marks = list(
                 connection.execute(sa.select(snapshots.c.seq, snapshots.c.body).order_by(snapshots.c.seq))

@@ -15,17 +15,13 @@ charge, and both say that nothing was noised for the rest.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from fedlora.accounting import Event
-from fedlora.errors import LedgerError, LedgerIntegrityError
-from fedlora.ledger import chain
-from fedlora.ledger.anchor import Anchor
+from fedlora.errors import LedgerError
 from fedlora.ledger.chain import Entry
 from fedlora.ledger.heads import check_known_head
 from fedlora.ledger.journal import Journal
@@ -41,13 +37,11 @@ from fedlora.ledger.reports import (
     worst_accounts,
 )
 from fedlora.ledger.reserving import Reserver, amend, known_fingerprint, note_fingerprint
-from fedlora.ledger.settling import CommitItem, Settler, as_commit_request
+from fedlora.ledger.settling import CommitItem, Settler, as_commit_request, not_open
 from fedlora.ledger.state import LedgerState
-from fedlora.ledger.store import Store, is_url
 from fedlora.ledger.types import (
     Account,
     Budget,
-    Clock,
     LedgerReport,
     Pending,
     Refusal,
@@ -116,8 +110,17 @@ class Ledger:
             self._remembered[1].foresee()
 
     def mark_started(self, reservations: Iterable[Reservation]) -> None:
-        """Declare that data is about to be touched: from here on nothing can be released unused."""
-        self._releasable.difference_update(item.seq for item in reservations)
+        """Declare that data is about to be touched: from here on nothing can be released unused.
+
+        Raises:
+            LedgerError: if one of them is not open (it was settled or released): no data may be touched for it.
+        """
+        items = list(reservations)
+        if not_open(items, self._journal.state):
+            closed = not_open(items, self._journal.refresh())
+            if closed:
+                raise LedgerError(closed)
+        self._releasable.difference_update(item.seq for item in items)
 
     def commit(self, items: Iterable[CommitItem]) -> None:
         """Record what ran: (reservation, steps taken, event that ran, reply digest) each.
@@ -131,7 +134,7 @@ class Ledger:
                 other items are committed; nothing of the faulty ones may be sent.
         """
         requests = [as_commit_request(item) for item in items]
-        self.mark_started(request.reservation for request in requests)
+        self._releasable.difference_update(request.reservation.seq for request in requests)
         with self._journal.transaction() as draft:
             faults = Settler(draft).commit(requests)
         if faults:
@@ -342,56 +345,3 @@ class Ledger:
         if self._remembered is None or self._remembered[0] is not state:
             self._remembered = (state, Projector(state.event))
         return self._remembered[1]
-
-
-def open_ledger(
-    location: str | os.PathLike[str],
-    *,
-    secret: bytes,
-    create: bool = True,
-    read_only: bool = False,
-    anchor: str | os.PathLike[str] | None = None,
-    replies: str | os.PathLike[str] | None = None,
-    clock: Clock = time.time,
-    accept_lost_anchor: bool = False,
-) -> Ledger:
-    """Open (or create) a ledger and check it.
-
-    Args:
-        location: path of a SQLite file, or a SQLAlchemy URL such as postgresql+psycopg://...
-        secret: the client's key (see `load_or_create_secret`), SENSITIVE.
-        create: make a new ledger if there is none.
-        read_only: report only.
-        anchor: file that remembers the newest head (default for a SQLite file: `<file>.anchor`;
-            better a path outside the ledger's backups).
-        replies: folder for the last replies (default for a SQLite file: `<file>.replies`).
-        clock: seconds since the epoch; entries never go back in time whatever it says.
-        accept_lost_anchor: go on although the anchor is gone; recorded in the ledger and all reports.
-
-    Raises:
-        LedgerError: if it cannot be opened.
-        LedgerIntegrityError: if it is damaged, edited, rolled back, or from a newer library.
-    """
-    text = os.fspath(location)
-    chain.derive_key(secret, "check")
-    path = None if is_url(text) and not text.startswith("sqlite") else Store._path_of(text)
-    anchor_path = Path(anchor) if anchor is not None else (None if path is None else Path(f"{path}.anchor"))
-    if path is not None and not path.exists() and anchor_path is not None and anchor_path.exists():
-        raise LedgerIntegrityError(
-            f"ledger {path}: the file is missing but its anchor {anchor_path} is here; put the ledger back "
-            "(starting anew would forget what was spent)"
-        )
-    store = Store(text, create=create, read_only=read_only)
-    try:
-        journal = Journal(
-            store,
-            secret,
-            anchor=None if anchor_path is None else Anchor(anchor_path, secret),
-            clock=clock,
-            accept_lost_anchor=accept_lost_anchor,
-        )
-    except BaseException:
-        store.close()
-        raise
-    folder = Path(replies) if replies is not None else (None if path is None else Path(f"{path}.replies"))
-    return Ledger(journal, None if folder is None else ReplyStore(folder))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 
@@ -16,7 +16,7 @@ from fedlora.errors import LedgerError, PrivacyParameterError
 from fedlora.ledger import chain
 from fedlora.ledger.projection import Multiset, Projector, first_period, multiset_of, period_of
 from fedlora.ledger.schema import entries
-from fedlora.ledger.state import LedgerState
+from fedlora.ledger.state import LedgerState, readable_rows
 from fedlora.ledger.types import Account, Budget, LedgerReport, RoundRow
 
 ADVERSARY: Final = {
@@ -137,8 +137,13 @@ def round_rows(connection: sa.Connection, state: LedgerState, account: Account) 
         .where(entries.c.kind.in_((chain.RESERVE, chain.COMMIT, chain.ABANDON, chain.RELEASE, chain.EXCESS)))
         .order_by(entries.c.seq)
     )
+    with readable_rows():
+        return _rows_of(connection.execute(query), state)
+
+
+def _rows_of(found: Iterable[Any], state: LedgerState) -> tuple[RoundRow, ...]:
     rows: dict[int, RoundRow] = {}
-    for entry in connection.execute(query):
+    for entry in found:
         if entry.kind in (chain.RESERVE, chain.EXCESS):
             rows[entry.seq] = RoundRow(
                 entry.seq,

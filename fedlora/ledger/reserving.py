@@ -30,6 +30,8 @@ from fedlora.ledger.types import (
     Reservation,
     ReserveRequest,
     check_name,
+    check_new_name,
+    is_name,
 )
 
 MAX_STEPS = 10**9
@@ -71,7 +73,7 @@ class Reserver:
     def run(self, requests: Sequence[ReserveRequest]) -> list[Reservation | Refusal]:
         """Return one outcome per request, in order."""
         pairs = {(request.run_id, request.server_round) for request in requests if _is_plain(request)}
-        for run_id, server_round in sorted(pairs):
+        for run_id, server_round in sorted(pair for pair in pairs if is_name(pair[0])):
             self._load_earlier(run_id, server_round)
         outcomes: list[Reservation | Refusal] = []
         for request in requests:
@@ -118,6 +120,8 @@ class Reserver:
         self._check_request(request)
         draft = self._draft
         account_id = draft.state.account_ids.get(request.account, 0)
+        if account_id == 0:
+            _check_new_account(request.account)
         attempt = self._check_duplicate(request, account_id)
         state = draft.state.accounts[account_id] if account_id else AccountState(request.account)
         terms, fresh = self._terms(state, request.budget)
@@ -246,6 +250,14 @@ def _merge(known: Budget, asked: Budget) -> Budget:
     return dataclasses.replace(known, epsilon=asked.epsilon, on_exhausted=asked.on_exhausted)
 
 
+def _check_new_account(account: Account) -> None:
+    try:
+        check_new_name("account client", account.client)
+        check_new_name("account dataset", account.dataset)
+    except LedgerError as error:
+        raise RefusedError("invalid", error) from error
+
+
 def _is_plain(request: ReserveRequest) -> bool:
     return _is_count(request.server_round, 0) and isinstance(request.run_id, str)
 
@@ -258,7 +270,7 @@ def _request_problem(request: ReserveRequest) -> str | None:
     if not _is_count(request.steps, 1):
         return f"steps: got {request.steps!r}; allowed: a whole number from 1 to {MAX_STEPS}; give the planned steps"
     if not _is_count(request.server_round, 0):
-        return f"server_round: got {request.server_round!r}; allowed: a whole number >= 0; give the round's number"
+        return f"server_round: got {request.server_round!r}; allowed: a whole number from 0 to {MAX_STEPS}; give it"
     event: Any = request.event
     if not isinstance(event, Event):
         return (
@@ -311,4 +323,7 @@ def note_fingerprint(draft: Draft, account: Account, fingerprint: str) -> None:
         raise LedgerError(
             "fingerprint: got more than 64 characters; allowed: what fingerprint_records returned"
         )
+    if account not in draft.state.account_ids:
+        check_new_name("account client", account.client)
+        check_new_name("account dataset", account.dataset)
     draft.add(chain.FINGERPRINT, draft.account(account), digest=fingerprint)

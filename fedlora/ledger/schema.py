@@ -12,6 +12,9 @@ import sqlalchemy as sa
 REVISION: Final = "0001"
 """Newest migration that this library knows."""
 
+EARLIER: Final[tuple[str, ...]] = ()
+"""Migrations before it, from which a ledger can be brought up to date."""
+
 SEQUENCE: Final = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 metadata = sa.MetaData()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 
@@ -13,7 +13,10 @@ from fedlora.ledger import chain
 from fedlora.ledger.chain import canonical_json
 from fedlora.ledger.journal import Draft
 from fedlora.ledger.schema import entries
+from fedlora.ledger.state import LedgerState
 from fedlora.ledger.types import CommitRequest, Pending, Reservation
+
+_SETTLED: Final = (chain.COMMIT, chain.ABANDON, chain.RELEASE)
 
 CommitItem = CommitRequest | tuple[Reservation, int, Event, str]
 
@@ -30,6 +33,17 @@ def as_commit_request(item: CommitItem) -> CommitRequest:
             "commit: got no Reservation; allowed: what reserve returned; refused rounds have none"
         )
     return request
+
+
+def not_open(reservations: Sequence[Reservation], state: LedgerState) -> str:
+    """Return what is wrong with the first reservation that is settled, released or unknown; empty if all are open."""
+    for item in reservations:
+        if item.seq not in state.pending:
+            return (
+                f"round {item.server_round} of run {item.run_id!r} (entry {item.seq}): got a reservation that is not "
+                "open; required: an open one before data is touched; reserve the round first"
+            )
+    return ""
 
 
 class Settler:
@@ -101,20 +115,7 @@ class Settler:
         if same and not counted:
             return f"{where}: got {taken!r} steps; allowed: 1 to {pending.steps}; the reservation stays spent"
         extra = taken - pending.steps if same else (taken if counted else pending.steps)
-        event = request.event
-        if not isinstance(event, Event) or event.chargeable is not True:
-            event = NonPrivateEvent()
-        text = f"{where}: {extra} steps ran beyond what was reserved; they are charged on top"
-        self._draft.add(
-            chain.EXCESS,
-            pending.account_id,
-            run_id=pending.run_id,
-            server_round=pending.server_round,
-            event_id=self._draft.event(event),
-            steps=extra,
-            charge=extra,
-            detail=canonical_json({"conditions": [text]}),
-        )
+        self._charge_excess(request, extra, where)
         what = (
             f"got {taken} steps of {pending.steps} reserved"
             if same
@@ -124,22 +125,72 @@ class Settler:
             f"{where}: {what}; the reservation stays spent and the excess is charged; do not send the reply"
         )
 
+    def _charge_excess(self, request: CommitRequest, extra: int, where: str) -> None:
+        reservation, event = request.reservation, request.event
+        if not isinstance(event, Event) or event.chargeable is not True:
+            event = NonPrivateEvent()
+        text = f"{where}: {extra} steps ran beyond what was reserved; they are charged on top"
+        self._draft.add(
+            chain.EXCESS,
+            self._draft.state.account_ids[reservation.account],
+            run_id=reservation.run_id,
+            server_round=reservation.server_round,
+            event_id=self._draft.event(event),
+            steps=extra,
+            charge=extra,
+            ref=reservation.seq,
+            detail=canonical_json({"conditions": [text]}),
+        )
+
     def _closed(self, request: CommitRequest, where: str) -> str | None:
-        """Accept the exact repetition of a commit (its first answer may have been lost); refuse the rest."""
-        row = self._connection.execute(
-            sa.select(entries.c.kind, entries.c.steps, entries.c.digest, entries.c.event_id)
-            .where(entries.c.ref == request.reservation.seq)
-            .where(entries.c.ref > 0)
-        ).first()
-        if row is None and any(e.ref == request.reservation.seq for e in self._draft.entries):
+        """Accept the exact repetition of a commit (its first answer may have been lost); refuse the rest.
+
+        A report of more than the closed reservation paid for is charged all the same: it says that noise was drawn.
+        """
+        seq = request.reservation.seq
+        if any(e.ref == seq and e.kind != chain.EXCESS for e in self._draft.entries):
             return f"{where}: committed twice in one call; commit each reservation once"
-        if row is None:
+        row = self._row(entries.c.ref == seq, entries.c.kind.in_(_SETTLED))
+        held = self._row(entries.c.seq == seq, entries.c.kind == chain.RESERVE)
+        if row is None or held is None or not self._is_held(request.reservation, held):
             return f"{where}: got a reservation that this ledger does not hold; allowed: open reservations"
         text = self._draft.state.event_texts.get(int(row.event_id), "")
-        wanted = (chain.COMMIT, request.steps_taken, request.reply_digest, self._event_text(request.event))
+        event = self._event_text(request.event) if isinstance(request.event, Event) else None
+        wanted = (chain.COMMIT, request.steps_taken, request.reply_digest, event)
         if (row.kind, int(row.steps), row.digest, text) == wanted:
             return None
-        return f"{where}: already {chain.KIND_NAMES[row.kind]}; allowed: one commit per reservation"
+        refusal = f"{where}: already {chain.KIND_NAMES[row.kind]}; allowed: one commit per reservation"
+        extra = self._unpaid(request, int(held.steps) + int(row.charge), text)
+        if extra < 1:
+            return refusal
+        self._charge_excess(request, extra, where)
+        return f"{refusal}; {extra} more steps are charged; do not send the reply"
+
+    def _row(self, *conditions: Any) -> Any:
+        columns = ("kind", "account_id", "run_id", "server_round", "steps", "charge", "digest", "event_id")
+        return self._connection.execute(
+            sa.select(*(entries.c[name] for name in columns)).where(*conditions)
+        ).first()
+
+    def _is_held(self, reservation: Reservation, held: Any) -> bool:
+        account_id = self._draft.state.account_ids.get(reservation.account)
+        found = (held.account_id, held.run_id, held.server_round)
+        return bool(found == (account_id, reservation.run_id, reservation.server_round))
+
+    def _unpaid(self, request: CommitRequest, paid: int, event_text: str) -> int:
+        """Return how many of the reported steps no entry has charged yet, of the event that is reported."""
+        taken = request.steps_taken
+        if not isinstance(taken, int) or isinstance(taken, bool) or not isinstance(request.event, Event):
+            return 0
+        text = self._event_text(request.event)
+        extras = self._connection.execute(
+            sa.select(entries.c.steps, entries.c.event_id)
+            .where(entries.c.ref == request.reservation.seq)
+            .where(entries.c.kind == chain.EXCESS)
+        ).all()
+        texts = self._draft.state.event_texts
+        charged = sum(int(row.steps) for row in extras if texts.get(int(row.event_id)) == text)
+        return taken - charged - (paid if text == event_text else 0)
 
     def abandon(self, seqs: Sequence[int]) -> list[str]:
         """Close reservations; they stay charged."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fedlora.accounting import Event
@@ -21,6 +23,28 @@ def integrity_error(seq: int, what: str) -> LedgerIntegrityError:
         f"ledger entry {seq}: {what}; required: an unedited ledger and its own key; "
         "restore the newest good backup (what it lacks counts as spent) or use the right key file"
     )
+
+
+@contextmanager
+def readable_rows() -> Iterator[None]:
+    """Turn what rows with values of a wrong type or range raise into LedgerIntegrityError."""
+    try:
+        yield
+    except FedLoraError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+        zlib.error,
+    ) as error:
+        raise LedgerIntegrityError(
+            f"ledger: a row holds a value that no entry can have ({type(error).__name__}); required: an intact "
+            "database; restore the newest backup and run 'fedlora budget verify'; what it lacks counts as spent"
+        ) from error
 
 
 class LedgerState:
@@ -101,7 +125,7 @@ class LedgerState:
                 message = chain.link_message(self.mac, entry, texts[entry.account_id], hashes[entry.event_id])
             except KeyError as error:
                 raise integrity_error(entry.seq, "points to an account or event that is missing") from error
-            if self._mac(message) != bytes(entry.mac):
+            if self._mac(message) != entry.mac:
                 raise integrity_error(entry.seq, "was edited, or the key is not this ledger's")
             self.apply(entry)
 

@@ -8,8 +8,10 @@ serialised: `BEGIN IMMEDIATE` on SQLite, a transaction-scoped advisory lock on P
 from __future__ import annotations
 
 import os
+import random
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +21,12 @@ import sqlalchemy as sa
 from sqlalchemy.pool import StaticPool
 
 from fedlora.errors import LedgerError, LedgerIntegrityError
-from fedlora.ledger.schema import REVISION
+from fedlora.ledger.schema import EARLIER, REVISION
 
-BUSY_TIMEOUT_SECONDS: Final = 30.0
+BUSY_TIMEOUT_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = (0.001, 0.004)
+"""Pause between two tries for SQLite's write lock. Its own handler sleeps up to 100 ms and starves beside a writer
+whose pauses are shorter than that."""
 _ADVISORY_LOCK: Final = 0x66656C6F  # the same number for every fedlora ledger in one database
 _DAMAGE: Final = (
     "malformed",
@@ -30,6 +35,7 @@ _DAMAGE: Final = (
     "no such table",
     "no such column",
     "does not exist",
+    "Could not decode",
 )
 
 
@@ -130,8 +136,16 @@ class Store:
 
     @staticmethod
     def _begin_sqlite(connection: sa.Connection) -> None:
-        reading = connection.get_execution_options().get("fedlora_read", False)
-        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+        if connection.get_execution_options().get("fedlora_read", False):
+            connection.exec_driver_sql("BEGIN")
+            return
+        cursor = connection.connection.cursor()
+        try:
+            cursor.execute("PRAGMA busy_timeout=0")
+            _wait_for_the_lock(cursor)
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_SECONDS * 1000)}")
+            cursor.close()
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -195,6 +209,11 @@ class Store:
             yield
         except (sa.exc.DBAPIError, sqlite3.Error) as error:
             raise self._translate(error) from error
+        except UnicodeDecodeError as error:
+            raise LedgerIntegrityError(
+                f"ledger {self.location}: damaged (a text is not UTF-8); required: an intact database; "
+                "restore the newest backup and run 'fedlora budget verify'; what it lacks counts as spent"
+            ) from error
         except (sa.exc.SQLAlchemyError, OSError) as error:
             raise LedgerError(
                 f"ledger {self.location}: cannot be used ({type(error).__name__}); nothing may be released"
@@ -221,9 +240,10 @@ class Store:
             raise LedgerIntegrityError(
                 f"ledger {self.location}: got no ledger tables; give the path of a ledger"
             )
-        if found is not None and not found < REVISION:
+        if found is not None and found not in EARLIER:
             raise LedgerIntegrityError(
-                f"ledger {self.location}: got schema {found[:16]!r}; known are those up to {REVISION}; update fedlora"
+                f"ledger {self.location}: got schema {found[:16]!r}; known are those up to {REVISION}; update fedlora, "
+                "or restore the newest backup if the file is damaged (what it lacks counts as spent)"
             )
         if self.read_only:
             raise LedgerError(
@@ -270,6 +290,20 @@ class Store:
         """Close all connections."""
         if os.getpid() == self._pid:
             self._engine.dispose()
+
+
+def _wait_for_the_lock(cursor: Any) -> None:
+    deadline = time.monotonic() + BUSY_TIMEOUT_SECONDS
+    while True:
+        try:
+            cursor.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not busy or time.monotonic() > deadline:
+                raise
+            time.sleep(random.uniform(*_POLL_SECONDS))  # noqa: S311
+        else:
+            return
 
 
 def _hide_password(url: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,7 +22,12 @@ WINDOWS: Final = ("lifetime", "calendar-year", "calendar-quarter", "calendar-mon
 ON_EXHAUSTED: Final = ("refuse", "fewer_steps")
 ACCOUNTANTS: Final = ("best", "pld", "rdp", "prv")
 
-_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,256}\Z")
+_NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,256}\Z")
+
+
+def is_name(value: object) -> bool:
+    """Return whether `value` may be an identifier: a text of 1 to 256 characters without control characters."""
+    return isinstance(value, str) and _NAME.match(value) is not None
 
 
 def check_name(what: str, value: str) -> str:
@@ -30,10 +36,29 @@ def check_name(what: str, value: str) -> str:
     Raises:
         LedgerError: if it is not 1 to 256 characters without control characters.
     """
-    if not isinstance(value, str) or _NAME.match(value) is None:
+    if not is_name(value):
         raise LedgerError(
             f"{what}: got a name that is empty, longer than 256 or with control characters; "
             "allowed: 1 to 256 printable characters; choose another name"
+        )
+    return value
+
+
+def check_new_name(what: str, value: str) -> str:
+    """Return `value` if a new account may have it: a name that no other name looks like by invisible characters.
+
+    Names of accounts that a ledger already has are not checked again.
+
+    Raises:
+        LedgerError: if it begins or ends with a space, holds an invisible character, or is not in Unicode's form NFC.
+    """
+    check_name(what, value)
+    plain = unicodedata.normalize("NFC", value)
+    if value != plain or value != value.strip() or not value.isprintable():
+        raise LedgerError(
+            f"{what}: got {value!a}, which looks like another name (spaces at an end, invisible characters or "
+            f"decomposed letters); allowed: printable characters in Unicode's form NFC; write {plain.strip()!a} "
+            "or choose another name"
         )
     return value
 

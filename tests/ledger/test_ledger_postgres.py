@@ -137,14 +137,15 @@ def test_writers_are_serialised(url: str) -> None:
 
 
 def test_a_killed_writer_leaves_a_whole_ledger(url: str) -> None:
+    wide = Budget(1000.0, 1e-5)  # more than a fast machine spends before the kill
     with open_ledger(url, secret=SECRET) as ledger:
-        spend(ledger, 0)
+        spend(ledger, 0, budget=wide)
     child = os.fork()
     if child == 0:
         try:
             own = open_ledger(url, secret=SECRET)
             for number in range(1, 10_000):
-                spend(own, number)
+                spend(own, number, budget=wide)
         finally:
             os._exit(1)
     time.sleep(1.0)
@@ -156,7 +157,7 @@ def test_a_killed_writer_leaves_a_whole_ledger(url: str) -> None:
         assert [row.server_round for row in rows] == list(range(len(rows)))
         assert sum(row.state != "committed" for row in rows) <= 1
         assert ledger.report(SITE).num_events == 4 * len(rows)
-        spend(ledger, 20_000)
+        spend(ledger, 20_000, budget=wide)
 
 
 def test_schema_from_the_future_and_missing_tables(url: str) -> None:
