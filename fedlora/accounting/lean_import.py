@@ -63,6 +63,8 @@ class _StandIn(ModuleType):
         """Return an attribute of the real module."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:  # another thread asks before the import has ended
+            del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
 
 

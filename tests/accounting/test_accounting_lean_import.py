@@ -63,3 +63,17 @@ def test_epsilons_are_the_same_with_all_of_scipy_loaded_and_scipy_stays_whole() 
     assert lean[6] == "False False"
     assert lean[7:] == whole[7:]
     assert lean[8] == "True"
+
+
+def test_a_stand_in_asked_before_the_import_has_ended_gives_the_real_module() -> None:
+    script = """
+import sys
+from fedlora.accounting.lean_import import _StandIn
+assert "scipy.signal" not in sys.modules
+sys.modules["scipy.signal"] = _StandIn("scipy.signal")
+from scipy.signal import hilbert
+import scipy.signal
+print(scipy.signal.__file__ is not None, hilbert.__module__.startswith("scipy."))
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"]
