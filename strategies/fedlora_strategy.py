@@ -20,6 +20,7 @@ from fedlora.adapters.projection_recipe import with_projection
 from fedlora.aggregation import AggregateResult, Aggregator
 from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
 from fedlora.simulation.messages import from_record, to_record
+from fedlora.training.fields import BROKEN
 from fedlora.training.packets import packet_bytes
 from fedlora.training.port import pack_request, unpack_reply
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
@@ -219,7 +220,7 @@ class FedLoraStrategy(Strategy):
             record.wire_bytes_up += packet_bytes(packet)
             reply = unpack_reply(packet)
             guard.check_round(reply.run_id, reply.server_round, node)
-        except (FedLoraError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (FedLoraError, *BROKEN) as error:
             reason = f"{node}: {type(error).__name__}: {error}"
             record.rejected.update(dict.fromkeys(clients, reason))
             _LOG.warning("round %s: %s", record.server_round, reason)
@@ -291,9 +292,10 @@ class FedLoraStrategy(Strategy):
             if one.payload is not None:
                 record.rejected[one.client] = "sent its own update although only sums were agreed; not used"
         elif one.payload is not None:
-            if self.aggregator.mode.mixed:
-                self._specs[one.client] = dict(one.payload.modules)
-            self.aggregator.add(one.client, one.payload)
+            if self.aggregator.add(one.client, one.payload) and self.aggregator.mode.mixed:
+                self._specs[one.client] = dict(
+                    one.payload.modules
+                )  # checked: it decides what the server builds
         elif not summed:
             record.rejected[one.client] = "answered ok without an update"
 

@@ -21,6 +21,7 @@ from fedlora.aggregation.secagg_client import SecAggPlan
 from fedlora.aggregation.secagg_round import REFUSED, Body, secure_sum
 from fedlora.errors import FedLoraError, WireError
 from fedlora.simulation.messages import from_record, to_record
+from fedlora.training.fields import BROKEN
 from fedlora.training.packets import packet_bytes
 from fedlora.training.port import FAILURE
 from fedlora.training.secure import pack_step, unpack_step
@@ -84,7 +85,7 @@ class GridExchange:
             plan, answered, bodies = unpack_step(packet)
             if plan != self._plan or answered != step:
                 raise WireError("the answer belongs to another step or plan")
-        except (FedLoraError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (FedLoraError, *BROKEN) as error:
             _LOG.warning("secure aggregation: step %s: %s", step, error)
             return {client: {REFUSED: f"step {step}: {error}"} for client in own}
         return bodies

@@ -78,7 +78,7 @@ class PackedUpdates:
             return False
         arrays: tuple[Array, ...] = self._get(blocks)
         for array, shape in zip(arrays, self._sizes, strict=True):
-            if array.dtype is not _FLOAT32 or array.shape != shape:
+            if type(array) is not np.ndarray or array.dtype is not _FLOAT32 or array.shape != shape:
                 return False
         row = self._rows[self._held]
         np.concatenate(arrays, axis=None, out=row)

@@ -98,6 +98,8 @@ def _check_modules(payload: AdapterPayload, layout: AdapterLayout, who: str, mix
         )
     for path, spec in payload.modules.items():
         want = layout.modules[path]
+        if not isinstance(spec, ModuleSpec) or type(spec.rank) is not int:
+            raise LayoutMismatchError(f"{who}, layer {path!r}: no module shape; this run needs {_spec(want)}")
         same_weight = (spec.out_features, spec.in_features) == (want.out_features, want.in_features)
         if not same_weight or not 1 <= spec.rank <= min(spec.out_features, spec.in_features):
             raise LayoutMismatchError(
@@ -136,7 +138,7 @@ def check_names(blocks: Iterable[str], expected: Mapping[str, tuple[int, ...]], 
     Raises:
         LayoutMismatchError: with up to three examples of missing and unknown names.
     """
-    got = set(blocks)
+    got = {str(name) if not isinstance(name, str) else name for name in blocks}
     unknown, missing = got - expected.keys(), expected.keys() - got
     if unknown or missing:
         raise LayoutMismatchError(
@@ -169,6 +171,10 @@ def check_numbers(
 
 
 def _squared(name: str, block: Array, shape: tuple[int, ...], who: str) -> float:
+    if type(block) is not np.ndarray:  # a masked array would hide NaN from the sum below
+        raise LayoutMismatchError(
+            f"{who}, layer {_layer(name)}: {type(block).__name__}; allowed: a plain array"
+        )
     if block.dtype != np.float32 or block.shape != shape:
         raise LayoutMismatchError(
             f"{who}, layer {_layer(name)}: {block.dtype} {block.shape}; allowed: float32 {shape}"

@@ -32,6 +32,8 @@ MAX_DIMENSIONS: Final = 8
 MAX_DIMENSION: Final = 2**31
 MAX_NAME: Final = 1000
 MAX_NOTES: Final = 64
+MAX_SCALING: Final = 1e300
+"""Beyond it a JSON integer is no float; what a run allows is far narrower (`fedlora.wire.checks`)."""
 DEFAULT_MAX_BYTES: Final = 1_000_000_000
 
 _DTYPES: Final[dict[str, type[np.generic]]] = {"none": np.float32, "bf16": np.uint16, "int8": np.int8}
@@ -163,7 +165,7 @@ def _parse(header: str) -> dict[str, Any]:
             f"payload header has {len(header)} characters; allowed: {MAX_HEADER_BYTES}"
         )
     try:
-        head = json.loads(header, parse_constant=_no_constant)
+        head = json.loads(header, parse_constant=_no_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise WireError(f"payload header is not JSON ({type(error).__name__})") from None
     if not isinstance(head, dict):
@@ -184,6 +186,16 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not allowed")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a name that is given twice: two readers could take different ones."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LayoutMismatchError(f"payload header names {_short(twice)} twice; each name may stand once")
+    return found
+
+
 def _short(value: object) -> str:
     return repr(value)[:80]
 
@@ -191,7 +203,7 @@ def _short(value: object) -> str:
 def _check_scalars(head: Mapping[str, Any]) -> None:
     if head["kind"] not in get_args(PayloadKind):
         raise WireError(f"payload kind is {_short(head['kind'])}; allowed: {get_args(PayloadKind)}")
-    if head["encoding"] not in _DTYPES:
+    if not isinstance(head["encoding"], str) or head["encoding"] not in _DTYPES:
         raise WireError(f"payload encoding is {_short(head['encoding'])}; allowed: {sorted(_DTYPES)}")
     for key, optional in (("recipe", True), ("base", False)):
         value = head[key]
@@ -227,12 +239,12 @@ def _modules(entries: object) -> dict[str, ModuleSpec]:
         good = isinstance(entry, list) and len(entry) == 4 and all(_is_count(n, 1) for n in entry[:3])
         if not good or len(path) > MAX_NAME or type(entry[3]) not in (int, float):
             raise LayoutMismatchError(f"module {_short(path)} has no valid [out, in, rank, scaling]")
-        scaling = float(entry[3])
-        if not (math.isfinite(scaling) and scaling > 0):
+        scaling = entry[3]
+        if not 0 < scaling < MAX_SCALING:
             raise LayoutMismatchError(
-                f"module {_short(path)} has scaling {scaling}; allowed: finite, above 0"
+                f"module {_short(path)} has scaling {_short(scaling)}; allowed: finite, above 0"
             )
-        modules[path] = ModuleSpec(entry[0], entry[1], entry[2], scaling)
+        modules[path] = ModuleSpec(entry[0], entry[1], entry[2], float(scaling))
     return modules
 
 

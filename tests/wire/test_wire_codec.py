@@ -247,3 +247,47 @@ def test_blocks_of_other_dtypes_are_refused_before_packing():
         payload = AdapterPayload("factors", {"m|x": np.zeros(2, dtype=dtype)}, {}, None, "base")
         with pytest.raises(WireError, match="float32"):
             to_arrays(payload)
+
+
+@pytest.mark.parametrize("twice", ["modules", "notes", "kind", "encoding", "blocks"])
+def test_a_module_a_note_or_a_field_named_twice_is_refused(twice):
+    header, arrays = to_arrays(replace(make(), notes={"num_examples": 5}))
+    head = json.loads(header)
+    again = {
+        "modules": lambda text: text.replace('"modules":{', '"modules":{' + _first(head["modules"]) + ",", 1),
+        "notes": lambda text: text.replace('"notes":{', '"notes":{"num_examples":1000,', 1),
+        "kind": lambda text: text.replace("{", '{"kind":"lora_b",', 1),
+        "encoding": lambda text: text.replace("{", '{"encoding":"int8",', 1),
+        "blocks": lambda text: text.replace(
+            '"blocks":[', '"blocks":[' + json.dumps(head["blocks"][0]) + ",", 1
+        ),
+    }[twice](header)
+    assert again != header
+    with pytest.raises(LayoutMismatchError, match="twice"):
+        from_arrays(again, arrays)
+
+
+def _first(mapping):
+    name, value = next(iter(mapping.items()))
+    return f"{json.dumps(name)}:{json.dumps(value)}"
+
+
+@pytest.mark.parametrize("odd", [[], {}, None, 10**400, -(10**400), True, "x", 1.5, [[]]])
+def test_odd_values_in_any_field_of_the_header_are_refused_by_name(odd):
+    header, arrays = to_arrays(make())
+    head = json.loads(header)
+    for key in head:
+        if key == "recipe" and (odd is None or isinstance(odd, str)):
+            continue
+        if key in ("base", "notes", "modules") and type(odd) is type(head[key]):
+            continue
+        with pytest.raises(WireError):
+            from_arrays(json.dumps({**head, key: odd}), arrays)
+    module = next(iter(head["modules"]))
+    for place in range(4):
+        if place == 3 and odd == 1.5:
+            continue
+        entry = list(head["modules"][module])
+        entry[place] = odd
+        with pytest.raises(WireError):
+            from_arrays(json.dumps({**head, "modules": {module: entry}}), arrays)
