@@ -12,6 +12,7 @@ from torch import nn
 
 from fedlora.adapters.layout import check_payload_fits
 from fedlora.adapters.recipe import ARecipe
+from fedlora.adapters.spectral import RemovedPart
 from fedlora.adapters.taps import Taps
 from fedlora.errors import LayoutMismatchError
 from fedlora.names import CORE, FRAME_IN, FRAME_OUT, LORA_A, LORA_B, block_name
@@ -34,6 +35,7 @@ class AdaptedModel:
         taps: opened by the engine for one pass.
         pattern_matches: rank and alpha pattern key to the number of layers that it matched.
         dropout: whether LoRA dropout is on (then passes run in train mode).
+        removed: module path to what `init: spectral` took out of the base weight; empty otherwise. PUBLIC.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class AdaptedModel:
     taps: Taps = field(default_factory=Taps)
     pattern_matches: Mapping[str, int] = field(default_factory=dict)
     dropout: bool = False
+    removed: Mapping[str, RemovedPart] = field(default_factory=dict)
     _able: dict[str, list[Any]] = field(default_factory=dict, repr=False, compare=False)
     _shared: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 

@@ -25,6 +25,7 @@ from fedlora.adapters.export_card import write_card
 from fedlora.adapters.export_probe import LogitDifference, difference, load_peft, probe_batch, probe_logits
 from fedlora.adapters.models import LoadedBase, load_base, quiet_transformers
 from fedlora.adapters.offline import PACKAGE_PREFIX, PACKAGED_MODELS
+from fedlora.adapters.spectral import with_removed
 from fedlora.config.schema import FedLoraConfig, ModelConfig
 from fedlora.errors import ExportError, FedLoraError
 from fedlora.names import LORA_A, LORA_B, block_name, split_block_name
@@ -158,18 +159,21 @@ def write_peft_folder(adapted: AdaptedModel, model: ModelConfig, folder: Path) -
     """Write adapter_config.json and adapter_model.safetensors; return the rank.
 
     Layers of lower rank are filled up with zeros and differing scalings go into lora_B, so that
-    one rank and one alpha describe all layers.
+    one rank and one alpha describe all layers. After `init: spectral` the rank doubles: what was taken out of
+    the base comes back in, so that the folder fits the untouched base model.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     factors = adapted.write_factors()
-    rank = max(spec.rank for spec in factors.modules.values())
+    rank = max(spec.rank for spec in factors.modules.values()) * (2 if adapted.removed else 1)
     scalings = {spec.scaling for spec in factors.modules.values()}
     common = scalings.pop() if len(scalings) == 1 else 1.0
     state: dict[str, torch.Tensor] = {}
     for name, spec in factors.modules.items():
         lora_a, lora_b = factors.blocks[block_name(name, LORA_A)], factors.blocks[block_name(name, LORA_B)]
+        if name in adapted.removed:
+            lora_a, lora_b = with_removed(lora_a, lora_b, spec.scaling, adapted.removed[name])
         state[f"base_model.model.{name}.lora_A.weight"] = _padded(lora_a, (rank, lora_a.shape[1]))
         if spec.scaling != common:
             lora_b = (lora_b.astype(np.float64) * (spec.scaling / common)).astype(np.float32)

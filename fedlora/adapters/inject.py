@@ -17,6 +17,7 @@ from torch import nn
 from fedlora.adapters.adapted import ADAPTER, AdaptedModel
 from fedlora.adapters.heads import find_head, parameter_leaves, refuse_coupling, refuse_tied, resolve_head
 from fedlora.adapters.recipe import ARecipe
+from fedlora.adapters.spectral import RemovedPart, residual_fingerprint, split_base
 from fedlora.adapters.taps import Taps, extra_shapes, tap_extra, tap_lora
 from fedlora.config.schema import AdapterConfig
 from fedlora.errors import ConfigError, ModelError
@@ -44,7 +45,8 @@ def inject(
         adapt: "lora", or "full" to train the target modules' whole weights (baseline).
 
     Returns:
-        The adapted model with lora_A as the recipe says, lora_B = 0, everything frozen, taps attached.
+        The adapted model with lora_A as the recipe says, lora_B = 0 (`spectral`: the base weight's leading part in
+        the factors, the residual in the base), everything frozen, taps attached.
 
     Raises:
         ConfigError: if a rank or alpha pattern matches no layer (each listed with its count).
@@ -81,23 +83,20 @@ def _lora(
     matches = _pattern_matches(config, list(layers))
     leaves = _saved_leaves(peft_model)
     modules = {name: _spec(layer) for name, layer in layers.items()}
+    if config.init == "spectral":
+        fingerprint = residual_fingerprint(fingerprint, {name: spec.rank for name, spec in modules.items()})
     layout = AdapterLayout(modules, extra_shapes(leaves), fingerprint)
     recipe = ARecipe.of(layout, seed, config.init)
+    removed = _start(layers, recipe)
     taps = Taps()
     for name, layer in layers.items():
         tap_lora(taps, name, layer, ADAPTER)
     for name, leaf in leaves.items():
         tap_extra(taps, name, leaf)
     peft_model.requires_grad_(False)
-    adapted = AdaptedModel(peft_model, layout, recipe, layers, leaves, taps, matches, config.dropout > 0.0)
-    if config.init != "spectral":
-        for name, layer in layers.items():
-            layer.lora_A[ADAPTER].weight.data.copy_(torch.from_numpy(recipe.draw(name)))
-    else:
-        for layer in layers.values():
-            layer.lora_A[ADAPTER].weight.data.copy_(_leading_rows(layer))
-    for layer in layers.values():
-        layer.lora_B[ADAPTER].weight.data.zero_()
+    adapted = AdaptedModel(
+        peft_model, layout, recipe, layers, leaves, taps, matches, config.dropout > 0.0, removed
+    )
     _LOG.info("adapter: %d layers, %d trained values", len(layers), adapted.num_trained())
     return adapted
 
@@ -198,16 +197,14 @@ def _pattern_matches(config: AdapterConfig, names: list[str]) -> Mapping[str, in
     return counts
 
 
-def _leading_rows(layer: Any) -> torch.Tensor:
-    """Leading right singular vectors of the base weight (rank, in), for `init: spectral`."""
-    weight = layer.get_base_layer().weight
-    if not weight.dtype.is_floating_point:
-        raise ModelError("adapter.init: spectral needs an unquantised base; choose gaussian")
-    matrix = weight.detach().to(torch.float64)
-    matrix = matrix.t() if layer.fan_in_fan_out else matrix
-    rank = int(layer.r[ADAPTER])
-    rows: torch.Tensor = torch.linalg.svd(matrix, full_matrices=False).Vh[:rank]
-    return rows.to(torch.float32)
+def _start(layers: Mapping[str, Any], recipe: ARecipe) -> dict[str, RemovedPart]:
+    """Set the factors' starting values; return what `init: spectral` took out of the base weights."""
+    if recipe.init == "spectral":
+        return {name: split_base(name, layer, ADAPTER) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.lora_A[ADAPTER].weight.data.copy_(torch.from_numpy(recipe.draw(name)))
+        layer.lora_B[ADAPTER].weight.data.zero_()
+    return {}
 
 
 def _full(

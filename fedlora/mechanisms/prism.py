@@ -70,7 +70,7 @@ _CORE_MARGIN = 4.0
 
 
 def _initial(mechanism: Mechanism, adapted: AdaptedModel) -> AdapterPayload:
-    blocks = initial_frames(adapted, mechanism.config.adapter.init) | adapted.extra_values()
+    blocks = initial_frames(adapted) | adapted.extra_values()
     modules = dict(adapted.write_factors().modules)
     return AdapterPayload("frames", blocks, modules, None, adapted.layout.base_fingerprint)
 

@@ -79,11 +79,11 @@ def shape_groups(layout: AdapterLayout) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values())
 
 
-def initial_frames(adapted: AdaptedModel, init: str) -> dict[str, Array]:
+def initial_frames(adapted: AdaptedModel) -> dict[str, Array]:
     """Return the frames of the starting point as payload blocks.
 
-    lora_B = 0 (the usual start): q_in spans lora_A's rows, core = 0, and q_out is a public Haar-random frame (for
-    `spectral`: the base weight's leading left singular vectors). Any other adapter: QR of its factors.
+    lora_B = 0 (the usual start): q_in spans lora_A's rows, core = 0, and q_out is a public Haar-random frame. Any
+    other adapter (`init: spectral` is one): QR of its factors.
     """
     factors = adapted.write_factors()
     blocks: dict[str, Array] = {}
@@ -93,20 +93,14 @@ def initial_frames(adapted: AdaptedModel, init: str) -> dict[str, Array]:
         b = torch.from_numpy(factors.blocks[block_name(module, LORA_B)]).double()
         frames = frames_from_factors(b, a, spec.scaling)
         if not bool((b != 0).any()):
-            frames = Frames(_outer_frame(adapted, module, init), torch.zeros_like(frames.core), frames.q_in)
+            frames = Frames(_outer_frame(adapted, module), torch.zeros_like(frames.core), frames.q_in)
         values = {FRAME_OUT: frames.q_out, CORE: frames.core, FRAME_IN: frames.q_in}
         blocks |= {block_name(module, key): t.float().numpy() for key, t in values.items()}
     return blocks
 
 
-def _outer_frame(adapted: AdaptedModel, module: str, init: str) -> Tensor:
+def _outer_frame(adapted: AdaptedModel, module: str) -> Tensor:
     spec = adapted.layout.modules[module]
-    if init == "spectral":
-        layer = adapted.lora_layers[module]
-        weight = layer.get_base_layer().weight.detach().double().cpu()
-        matrix = weight.t() if layer.fan_in_fan_out else weight
-        left: Tensor = torch.linalg.svd(matrix, full_matrices=False).U
-        return left[:, : spec.rank]
     name = f"fedlora q_out|1|{adapted.recipe.seed}|{module}|{spec.out_features}|{spec.rank}"
     normal = torch.from_numpy(normals(name, spec.out_features * spec.rank))
     frame: Tensor = torch.linalg.qr(normal.reshape(spec.out_features, spec.rank)).Q

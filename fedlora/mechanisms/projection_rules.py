@@ -70,6 +70,10 @@ def refuse_unfit(config: FedLoraConfig) -> None:
         UnsupportedCombinationError: naming the setting and what to change.
     """
     privacy, optimizer = config.privacy, config.training.optimizer
+    if config.adapter.init == "spectral":
+        raise UnsupportedCombinationError(
+            "adapter.init: spectral with noisy_projection, whose steps go into whole weights; choose another init"
+        )
     if not isinstance(privacy, RecordPrivacy):
         raise UnsupportedCombinationError(
             "mechanism.kind: noisy_projection is a record-level mechanism; set privacy.unit: record"

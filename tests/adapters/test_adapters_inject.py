@@ -71,10 +71,6 @@ def test_recipe_has_the_stated_law(init):
 def test_spectral_start_has_no_recipe():
     with pytest.raises(UnsupportedCombinationError, match=r"adapter\.init"):
         ARecipe(1, {"m": (2, 4)}, "spectral").draw("m")
-    adapted = adapted_model("llama", init="spectral")
-    layer = next(iter(adapted.lora_layers.values()))
-    rows = layer.lora_A["default"].weight
-    assert torch.allclose(rows @ rows.t(), torch.eye(3, dtype=rows.dtype), atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
