@@ -39,6 +39,7 @@ class AdapterConfig(Section):
     target_modules: Literal["all-linear"] | tuple[str, ...]
     init: Literal["gaussian", "kaiming", "orthonormal", "spectral"] = "gaussian"
     modules_to_save: tuple[str, ...] = ()
+    head_start: Literal["model", "typical"] = "model"
     rank_pattern: dict[str, Count] = Field(default_factory=dict)
     alpha_pattern: dict[str, Positive] = Field(default_factory=dict)
     dropout: float = Field(default=0.0, ge=0, lt=1)

@@ -18,6 +18,7 @@ from fedlora.data import Task, build_task
 from fedlora.errors import ConfigError, LayoutMismatchError, StaleRoundError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.training.charging import charged_event
+from fedlora.training.groups import start_heads_at_typical_size
 from fedlora.training.requests import RoundRequest
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
@@ -74,6 +75,8 @@ def load_parts(config: FedLoraConfig) -> Parts:
     adapted = inject(
         base.model, config.adapter, seed=config.run.seed, fingerprint=base.fingerprint, adapt=adapt
     )
+    if config.adapter.head_start == "typical":
+        start_heads_at_typical_size(config, task, adapted)
     return Parts(base, task, adapted)
 
 
@@ -150,7 +153,7 @@ def check_request(bench: Workbench, request: RoundRequest) -> None:
         LayoutMismatchError: if the server trains another base model.
         StaleRoundError: if round or steps are below 1.
     """
-    mine, theirs = bench.base.fingerprint, request.payload.base_fingerprint
+    mine, theirs = bench.adapted.layout.base_fingerprint, request.payload.base_fingerprint
     if mine != theirs:
         raise LayoutMismatchError(
             f"base model: the server trains {theirs[:16]}, this site loaded {mine[:16]}; "

@@ -127,3 +127,37 @@ def test_public_norms_do_not_depend_on_how_tiny_a_new_head_starts(
         found.append(groups.group_norms(mechanism, parts))  # type: ignore[arg-type]
     for group in (GROUP_ADAPTERS, GROUP_HEAD):
         assert found[0][group] == pytest.approx(found[1][group], rel=0.05)
+
+
+def test_a_typical_head_start_scales_new_heads_alike_whatever_their_first_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from engine_zoo import ZooTask, adapted_model, config, records
+
+    from fedlora.training import groups
+
+    monkeypatch.setattr(groups, "public_records", lambda task, count=16: records("bert", (5,) * count))
+    ends, logits = [], []
+    for size in (1e-2, 1e-4, 1e4):
+        adapted = adapted_model("bert")
+        leaf = adapted.leaves["classifier"]
+        leaf.weight.data.mul_(size)
+        mode = adapted.model.training
+        factors = groups.start_heads_at_typical_size(
+            config("prism"),
+            ZooTask("bert"),
+            adapted,  # type: ignore[arg-type]
+        )
+        ends.append(leaf.weight.detach().clone())
+        logits.append(factors["classifier"])
+        assert adapted.model.training == mode
+        assert not leaf._forward_pre_hooks
+    assert torch.allclose(ends[0], ends[1], rtol=0.02)
+    assert logits[0] > 1.0
+    assert logits[2] == 1.0
+    full = adapted_model("bert", adapt="full")
+    matrices = config("dp_sgd", adapter={"target_modules": ("query", "value")})
+    scaled = groups.start_heads_at_typical_size(matrices, ZooTask("bert"), full)  # type: ignore[arg-type]
+    assert len(full.leaves) > 1
+    assert set(scaled) <= {"classifier"}
