@@ -125,7 +125,7 @@ def with_fresh_head(start: AdapterPayload, fresh: AdapterPayload) -> AdapterPayl
 
 def retrieve(tasks: Sequence[TaskPair], args: argparse.Namespace, seed: int) -> list[int]:
     """Return for each asking half the place of the stored task that its private specification matches."""
-    variant = VARIANTS[3]
+    variant = next(one for one in VARIANTS if one.rank == args.rank and one.target == "constant")
     bench = build_workbench(make_config(variant, args.model, args.device))
     deviation = noise_multiplier(args.epsilon) * float(np.sqrt(len(bench.layout.modules)))
     generator = np.random.default_rng([seed, 23])
@@ -215,6 +215,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--head", choices=("shared", "fresh"), default="shared")
     parser.add_argument("--epsilon", type=float, default=1.0, help="of each specification")
+    parser.add_argument("--rank", type=int, choices=(1, 2, 4, 8, 16), default=8, help="of each specification")
     parser.add_argument(
         "--train-epsilon", type=float, default=0.0, help="of the new client's training; 0: none"
     )
