@@ -31,6 +31,7 @@ from fedlora.aggregation.server_optimizer import ServerOptimizer
 from fedlora.aggregation.types import Float64, Outcome, State
 from fedlora.errors import InconsistentRepliesError
 from fedlora.geometry import Frames, ProductSketch, expand, procrustes, product_distance, project_product
+from fedlora.names import LORA_A, LORA_B, block_name
 from fedlora.wire.payload import AdapterPayload, ModuleSpec, PayloadKind
 
 STACK_RANK: Final = 512
@@ -39,27 +40,31 @@ STACK_RANK: Final = 512
 
 @dataclass
 class _Merged:
-    """One module's running sum of products: a sketch, and pairs waiting to be merged together."""
+    """One module's running sum of products: a sketch, and factors as they came (float32) that wait to be merged."""
 
     sketch: ProductSketch
     weight: float = 0.0
-    left: list[torch.Tensor] = field(default_factory=list)
-    right: list[torch.Tensor] = field(default_factory=list)
+    waiting: list[tuple[AdapterPayload, float]] = field(default_factory=list)
 
-    def add(self, pair: Pair, weight: float) -> None:
-        self.left.append(pair.left * weight)
-        self.right.append(pair.right)
+    def add(self, payload: AdapterPayload, module: str, weight: float) -> None:
+        blocks = {
+            name: payload.blocks[name] for name in (block_name(module, LORA_A), block_name(module, LORA_B))
+        }
+        one = replace(payload, blocks=blocks, modules={module: payload.modules[module]}, notes={})
+        self.waiting.append((one, weight))
         self.weight += weight
-        if sum(block.shape[1] for block in self.left) >= max(self.sketch.max_rank, 32):
-            self.flush()
+        if sum(one.modules[module].rank for one, _ in self.waiting) >= max(self.sketch.max_rank, 32):
+            self.flush(module)
 
-    def flush(self) -> None:
-        if self.left:
-            self.sketch = self.sketch.merge(torch.cat(self.left, dim=1), torch.cat(self.right, dim=0))
-            self.left, self.right = [], []
+    def flush(self, module: str) -> None:
+        if self.waiting:
+            pairs = [(pair_of(one, module), weight) for one, weight in self.waiting]
+            self.waiting = []
+            left = torch.cat([pair.left * weight for pair, weight in pairs], dim=1)
+            self.sketch = self.sketch.merge(left, torch.cat([pair.right for pair, _ in pairs], dim=0))
 
-    def mean(self) -> ProductSketch:
-        self.flush()
+    def mean(self, module: str) -> ProductSketch:
+        self.flush(module)
         return self.sketch.scaled(1.0 / self.weight)
 
 
@@ -109,7 +114,7 @@ class ProductMode:
                 cap = max(cap, self.current.modules[module].rank)
                 empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
                 self._merged[module] = _Merged(empty)
-            self._merged[module].add(pair_of(payload, module), weight)
+            self._merged[module].add(payload, module, weight)
         self._extra_sum.add(extras_of(payload), weight)
 
     def finish(self) -> Outcome:
@@ -122,7 +127,7 @@ class ProductMode:
             if module not in self._merged:
                 frames[module] = whole[module] = rank_frames(pair_of(current, module), spec.rank)[0]
                 continue
-            mean = self._merged[module].mean()
+            mean = self._merged[module].mean(module)
             best, dropped = rank_frames(Pair(mean.u * mean.s, mean.v.mT), spec.rank)
             lost += dropped**2
             bound += mean.error_bound
@@ -186,7 +191,7 @@ class StackMode(ProductMode):
                 cap = min(limit, STACK_RANK if self._max_rank is None else self._max_rank)
                 empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
                 self._merged[module] = _Merged(empty)
-            self._merged[module].add(pair_of(payload, module), weight)
+            self._merged[module].add(payload, module, weight)
         self._extra_sum.add(extras_of(payload), weight)
 
 
@@ -231,7 +236,7 @@ class FactorMean(ProductMode):
             if module not in self._merged:
                 pairs[module] = pair_of(current, module)
                 continue
-            mean = self._merged[module].mean()
+            mean = self._merged[module].mean(module)
             weight = self._merged[module].weight
             left, right = (block / weight for block in self._pairs[module])
             pairs[module] = Pair(left, right)

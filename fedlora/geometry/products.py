@@ -173,7 +173,8 @@ class ProductSketch:
         )
         k = self.max_rank
         lost = float(torch.linalg.vector_norm(s[k:]))
-        return replace(self, u=u[:, :k], s=s[:k], v=v[:, :k], error_bound=self.error_bound + lost)
+        u, s, v = (block[..., :k].clone(memory_format=torch.contiguous_format) for block in (u, s, v))
+        return ProductSketch(u, s, v, k, self.error_bound + lost)  # slices would keep the uncut buffers alive
 
     def scaled(self, factor: float) -> ProductSketch:
         """Return factor times the sum (factor >= 0)."""
