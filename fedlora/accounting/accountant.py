@@ -124,12 +124,16 @@ def _cached(
     adjacency: Adjacency,
     name: str,
     coarse: float,
+    hint: float = math.inf,
 ) -> _Answer:
     del keys
-    return _evaluate(boxed.parts, delta, adjacency, name, coarse)
+    return _evaluate(boxed.parts, delta, adjacency, name, (coarse, hint))
 
 
-def _evaluate(parts: Parts, delta: float, adjacency: Adjacency, name: str, coarse: float) -> _Answer:
+def _evaluate(
+    parts: Parts, delta: float, adjacency: Adjacency, name: str, grid: tuple[float, float]
+) -> _Answer:
+    """The answer on a grid of (coarseness, guess of the answer)."""
     if not parts:
         return 0.0, "nothing was released", ()
     if any(isinstance(event, NonPrivateEvent) for event, _ in parts):
@@ -139,11 +143,11 @@ def _evaluate(parts: Parts, delta: float, adjacency: Adjacency, name: str, coars
     if pld.is_exact(parts):
         parts = truncation.envelopes(parts)  # nothing is projected: plain Gaussians, with all their orders
 
-    def cover(gaussians: Parts, left: float, grid: float) -> tuple[float, str]:
-        return _cached(_keys(gaussians), _Parts(gaussians), left, adjacency, "best", grid)[:2]
+    def cover(gaussians: Parts, left: float, coarse: float, hint: float) -> tuple[float, str]:
+        return _cached(_keys(gaussians), _Parts(gaussians), left, adjacency, "best", coarse, hint)[:2]
 
     renyi = rdp_epsilon(parts, delta, adjacency)
-    found = bounds.collect(bounds.Question(parts, delta, adjacency, name, renyi, coarse), cover)
+    found = bounds.collect(bounds.Question(parts, delta, adjacency, name, renyi, *grid), cover)
     if not found.values:
         raise UnsupportedEventError(f"accountant {name}: does not apply to these events; use best")
     tool = min(found.values, key=lambda key: (found.values[key], bounds.order(key)))
@@ -206,7 +210,7 @@ def _confirm(tool: str, epsilon: float, parts: Parts, delta: float) -> None:
     """A bound of exactly 0 is accepted only where total variation is really below delta."""
     if math.isnan(epsilon) or epsilon < 0.0:
         raise AccountingError(f"accountant {tool}: got epsilon {epsilon}, allowed is >= 0; report the events")
-    if epsilon == 0.0 and delta < 1e-12:
+    if epsilon == 0.0 and delta < 1e-12 and pld.is_exact(parts):
         split = pld.gaussian_parts(parts)
         if (
             split is not None

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fedlora.accounting import floor, gaussian, pld, projection_profile, prv, truncation
+from fedlora.accounting import floor, gaussian, pld, projection_profile, prv, truncation, variation
 from fedlora.accounting.reports import Adjacency
 from fedlora.errors import AccountingError
 
 TOOLS = {
+    "variation": "total variation of all steps",
     "analytic": "exact Gaussian profile",
     "pld": "dp_accounting PLD, pessimistic",
     "rdp": "Renyi moments",
@@ -33,6 +34,7 @@ class Question:
       name: the accountant asked for.
       renyi: the composition's Renyi bound.
       coarse: factor >= 1 on the discretisation; larger is quicker and looser, never invalid.
+      hint: a guess of the answer, to choose the first discretisation; never a bound.
     """
 
     parts: pld.Parts
@@ -41,6 +43,7 @@ class Question:
     name: str
     renyi: float
     coarse: float = 1.0
+    hint: float = math.inf
 
 
 @dataclass
@@ -60,12 +63,17 @@ class Bounds:
         return self.labels.get(tool, TOOLS[tool])
 
 
-Evaluate = Callable[[pld.Parts, float, float], tuple[float, str]]
-"""(Gaussian parts, delta, coarseness) -> (best bound, its tool's name), at the question's relation."""
+Evaluate = Callable[[pld.Parts, float, float, float], tuple[float, str]]
+"""(Gaussian parts, delta, coarseness, hint) -> (best bound, its tool's name), at the question's relation."""
 _SCOUT = 10.0
+_QUICK = 3.0
 _NEAR = 1.02
 _TINY = 1.0e-9
 """Covers are looked at on a coarse grid first; in full only where they come near the smallest bound."""
+_LARGE, _RUDE = 30.0, 5.0
+"""Where the moments give no more than a figure beyond this, the quick answer takes the profile too, on a rude grid."""
+_FLOOR = 4.0
+"""The answer lies between the floor and a few times the floor: that many times the floor is the first guess."""
 
 
 def order(tool: str) -> int:
@@ -82,13 +90,18 @@ def collect(asked: Question, evaluate: Evaluate) -> Bounds:
     found = Bounds()
     if asked.name in (*QUICK, "rdp"):
         found.values["rdp"] = asked.renyi
+    if asked.name in QUICK and variation.total_variation(asked.parts, asked.adjacency) <= asked.delta:
+        found.values["variation"] = 0.0
+        return found
     if asked.name == "prv":
         found.values["prv"] = prv.epsilon(asked.parts, asked.delta, asked.adjacency)
         _check_prv(found.values["prv"], asked)
         return found
-    if asked.name == "best":
+    hopeless = asked.name == "moment" and asked.renyi > _LARGE
+    if asked.name == "best" or hopeless:
+        coarse = max(_RUDE, asked.coarse) if hopeless else asked.coarse
         value = projection_profile.epsilon(
-            asked.parts, asked.delta, asked.adjacency, asked.renyi, coarse=asked.coarse
+            asked.parts, asked.delta, asked.adjacency, asked.renyi, coarse=coarse
         )
         if value is not None:
             found.values["profile"] = value
@@ -114,7 +127,11 @@ def _add_gaussian(found: Bounds, asked: Question) -> None:
 
 
 def _add_pld(found: Bounds, asked: Question) -> None:
-    value = pld.epsilon(asked.parts, asked.delta, asked.adjacency, asked.renyi, coarse=asked.coarse)
+    rough = min(asked.renyi, asked.hint)
+    if rough == asked.renyi:
+        low = floor.epsilon_floor(asked.parts, asked.delta, asked.adjacency)
+        rough = _guess(low, asked.renyi)
+    value = pld.epsilon(asked.parts, asked.delta, asked.adjacency, rough, coarse=asked.coarse)
     if value is None:
         return
     found.values["pld"] = value
@@ -124,27 +141,55 @@ def _add_pld(found: Bounds, asked: Question) -> None:
             raise AccountingError(contradiction("the optimistic PLD", lower, "Renyi moments", asked.renyi))
 
 
+def _guess(low: float, upper: float) -> float:
+    """A guess of an answer between a lower and an upper bound; the upper one while they are near."""
+    return _FLOOR * low if 0.0 < 2.0 * _FLOOR * low < upper else upper
+
+
+@dataclass(frozen=True)
+class _Cover:
+    """A composition of Gaussians that covers the asked one, the delta left for it, and a lower bound on its epsilon."""
+
+    tool: str
+    parts: pld.Parts
+    left: float
+    low: float
+
+
+def _cover(asked: Question, share: float) -> _Cover:
+    """The Gaussians outside rare projections that a share of delta pays for; share 0 is the envelope."""
+    spent = share * asked.delta
+    if share == 0.0:
+        tool, parts = "envelope", truncation.envelopes(asked.parts)
+    else:
+        tool, parts = "truncated", truncation.gaussians(asked.parts, spent, asked.adjacency)
+    left = asked.delta - spent
+    return _Cover(tool, parts, left, floor.epsilon_floor(parts, left, asked.adjacency))
+
+
 def _add_covers(found: Bounds, asked: Question, evaluate: Evaluate) -> None:
     """Gaussians that cover the projections: always, or outside rare projections that a share of delta pays for."""
-    covers = [("envelope", truncation.envelopes(asked.parts), asked.delta)]
-    for share in truncation.SHARES:
-        spent = share * asked.delta
-        parts = truncation.gaussians(asked.parts, spent, asked.adjacency)
-        covers.append(("truncated", parts, asked.delta - spent))
-    able = [
-        cover
-        for cover in covers
-        if found.smallest > _TINY
-        and floor.epsilon_floor(cover[1], cover[2], asked.adjacency) < found.smallest
-    ]
-    scouts = [evaluate(parts, left, max(_SCOUT, asked.coarse))[0] for _, parts, left in able]
-    limit = _NEAR * min([found.smallest, *scouts])
-    for (tool, parts, left), scout in zip(able, scouts, strict=True):
-        if scout > limit:
+    quick = asked.name == "moment"
+    near: list[tuple[float, _Cover]] = []
+    for share in (truncation.SHARES[0], 0.0) if quick else (0.0, *truncation.SHARES):
+        cover = _cover(asked, share)
+        if not (found.smallest > _TINY and cover.low < found.smallest):
             continue
-        value, inner = evaluate(parts, left, asked.coarse)
-        if value < found.values.get(tool, math.inf):
-            found.values[tool], found.labels[tool] = value, f"{TOOLS[tool]}: {inner}"
+        if quick and share:
+            _take(found, cover, evaluate, max(_QUICK, asked.coarse), _guess(cover.low, found.smallest))
+            continue
+        guess = _guess(cover.low, found.smallest)
+        near.append((evaluate(cover.parts, cover.left, max(_SCOUT, asked.coarse), guess)[0], cover))
+    limit = _NEAR * min([found.smallest, *(scout for scout, _ in near)])
+    for scout, cover in near:
+        if scout <= limit:
+            _take(found, cover, evaluate, asked.coarse, scout)
+
+
+def _take(found: Bounds, cover: _Cover, evaluate: Evaluate, coarse: float, hint: float) -> None:
+    value, inner = evaluate(cover.parts, cover.left, coarse, hint)
+    if value < found.values.get(cover.tool, math.inf):
+        found.values[cover.tool], found.labels[cover.tool] = value, f"{TOOLS[cover.tool]}: {inner}"
 
 
 def _check_prv(value: float, asked: Question) -> None:
@@ -178,6 +223,7 @@ def delta_bounds(parts: pld.Parts, epsilon: float, adjacency: Adjacency, best: f
       best: a valid bound on delta already known.
       rough: an upper bound on the epsilon of interest, to choose a discretisation.
     """
+    best = min(best, variation.total_variation(parts, adjacency))
     if pld.is_exact(parts):
         return min(best, _gaussian_delta(parts, epsilon, adjacency, rough))
     value = projection_profile.delta(parts, epsilon, adjacency, rough)

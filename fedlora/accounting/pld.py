@@ -1,9 +1,8 @@
 """Privacy loss distributions of Gaussian events through dp_accounting, as upper bounds.
 
 Full-batch Gaussians in a composition are one Gaussian exactly. The others are discretised pessimistically ("connect the
-dots", Doroshenko et al., arXiv:2207.04380v1) at an interval chosen from the size of the answer, composed, and read at
-delta; a margin covers the rounding of the discretised masses. Imports of dp_accounting are inside functions: it takes
-half a second to load (`lean_import`).
+dots", Doroshenko et al., arXiv:2207.04380v1) at an interval chosen from the size of the answer, composed by `tilted`,
+and read at delta. Imports of dp_accounting are inside functions: it takes half a second to load (`lean_import`).
 """
 
 from __future__ import annotations
@@ -11,22 +10,27 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from fedlora.accounting import tilted
 from fedlora.accounting.events import Event, GaussianEvent, NoisyProjectionEvent, PoissonGaussianEvent
 from fedlora.accounting.lean_import import load_pld
 from fedlora.accounting.reports import Adjacency
+from fedlora.accounting.tilted import Law
 
 Parts = tuple[tuple[Event, int], ...]
 SMALLEST_DELTA = 1.0e-13
 _NICE = (1.0, 2.0, 5.0)
-_BLOCK = 1_000_000
+_QUANTILE, _ACCURACY = 7.0, 5.0e-5
+COARSER = (1.0, 5.0, 20.0, 100.0)
+"""Factors on an interval whose composed window does not fit."""
 FAILURES = (ArithmeticError, MemoryError, ValueError, TypeError, IndexError)
 """What dp_accounting's arithmetic ends in at extreme scales: the tool does not apply there, other bounds decide."""
-_MOST_REFINED = 4_000_000
-"""Beyond this many steps the grid gets no finer: the composed one would not fit; the bound is looser, never invalid."""
+Compositions = tuple[tuple[tuple[Law, int], ...], ...]
+"""For each direction of the neighbouring relation, the steps' laws with counts."""
 
 
 def gaussian_parts(parts: Parts) -> tuple[float, tuple[tuple[float, float, int], ...]] | None:
@@ -89,18 +93,21 @@ def loss_range(sigma: float, rate: float, adjacency: Adjacency) -> float:
 
 
 def choose_interval(widest: float, epsilon: float, count: int = 1) -> float:
-    """Return the discretisation: 1e-4, finer for small epsilons, coarser where the grid would not fit.
+    """Return the discretisation: 1e-4, finer for small epsilons and many steps, coarser where the grid would not fit.
+
+    A step adds up to v = interval^2 / 6 to the variance of the loss and half of that to its mean. With s the deviation
+    of a Gaussian loss that has this epsilon at a quantile z, epsilon moves by about count v (1 + z / s) / 2.
 
     Args:
       widest: largest width of a single step's privacy loss.
       epsilon: a rough upper bound on the answer.
-      count: number of steps; each adds a variance of up to interval^2 / 4, which must stay small beside epsilon^2.
+      count: number of steps.
     """
-    epsilon = min(epsilon, 1.0e9)
-    wanted = min(1.0e-4, max(epsilon, 1e-6) / 2000.0) if epsilon < 20.0 else epsilon / 2.0e5
-    if epsilon < 20.0:
-        wanted = min(wanted, max(epsilon / 5.0e5, epsilon * math.sqrt(4.0e-5 / count)))
-    return nice(max(wanted, widest / 3.0e5))
+    epsilon = max(min(epsilon, 1.0e9), 1.0e-12)
+    deviation = 2.0 * epsilon / (_QUANTILE + math.sqrt(_QUANTILE**2 + 2.0 * epsilon))
+    wanted = math.sqrt(12.0 * _ACCURACY * epsilon / (count * (1.0 + _QUANTILE / deviation)))
+    largest = min(1.0e-4, max(epsilon, 1e-6) / 2000.0) if epsilon < 20.0 else epsilon / 2.0e5
+    return nice(max(min(wanted, largest), widest / 3.0e5))
 
 
 def nice(value: float) -> float:
@@ -113,33 +120,39 @@ def nice(value: float) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def step(sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool) -> Any:
-    """Return dp_accounting's distribution of one sampled Gaussian step."""
+def step(
+    sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool
+) -> tuple[Law, ...]:
+    """Return dp_accounting's distribution of one sampled Gaussian step, one law for each direction that differs."""
     privacy_loss_distribution = load_pld()
     from dp_accounting import privacy_accountant
 
     relation = privacy_accountant.NeighboringRelation
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma,
-        pessimistic_estimate=pessimistic,
-        value_discretization_interval=interval,
-        sampling_prob=rate,
-        use_connect_dots=pessimistic,
-        neighboring_relation=(
-            relation.REPLACE_ONE if adjacency is Adjacency.REPLACE_ONE else relation.ADD_OR_REMOVE_ONE
-        ),
+    with _quiet():
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            sigma,
+            pessimistic_estimate=pessimistic,
+            value_discretization_interval=interval,
+            sampling_prob=rate,
+            use_connect_dots=pessimistic,
+            neighboring_relation=(
+                relation.REPLACE_ONE if adjacency is Adjacency.REPLACE_ONE else relation.ADD_OR_REMOVE_ONE
+            ),
+        )
+    found = [one._pmf_remove] if one._symmetric else [one._pmf_remove, one._pmf_add]
+    return tuple(_law(pmf.to_dense_pmf()) for pmf in found)
+
+
+def _law(pmf: Any) -> Law:
+    return Law(np.asarray(pmf._probs, dtype=np.float64), int(pmf._lower_loss), float(pmf._infinity_mass))
+
+
+def directions(steps: Sequence[tuple[tuple[Law, ...], int]]) -> Compositions:
+    """Return the composition for each direction; a step with one law has the same in both."""
+    sides = max(len(laws) for laws, _ in steps)
+    return tuple(
+        tuple((laws[min(side, len(laws) - 1)], count) for laws, count in steps) for side in range(sides)
     )
-
-
-def repeat(one: Any, count: int) -> Any:
-    """Return a distribution composed `count` times, in blocks where dp_accounting would raise a size to that power."""
-    if count == 1:
-        return one
-    blocks, rest = divmod(count, _BLOCK)
-    if blocks == 0:
-        return one.self_compose(count)
-    many = repeat(one.self_compose(_BLOCK), blocks)
-    return many if rest == 0 else many.compose(repeat(one, rest))
 
 
 @functools.lru_cache(maxsize=32)
@@ -149,19 +162,17 @@ def _composed(
     interval: float,
     adjacency: Adjacency,
     pessimistic: bool,
-) -> Any:
+) -> Compositions:
     steps = [((1.0 / math.sqrt(full)), 1.0, 1)] if full > 0.0 else []
-    total = None
-    for sigma, rate, count in (*steps, *sampled):
-        one = step(sigma, rate, interval, adjacency, pessimistic)
-        many = repeat(one, count)
-        total = many if total is None else total.compose(many)
-    return total
+    return directions(
+        [
+            (step(sigma, rate, interval, adjacency, pessimistic), count)
+            for sigma, rate, count in (*steps, *sampled)
+        ]
+    )
 
 
-def _plan(
-    parts: Parts, adjacency: Adjacency, rough: float, delta: float = 1.0e-6, coarse: float = 1.0
-) -> tuple[Any, float, float] | None:
+def _plan(parts: Parts, adjacency: Adjacency, rough: float, coarse: float = 1.0) -> tuple[Any, float] | None:
     split = gaussian_parts(parts)
     if split is None or not math.isfinite(split[0]) or math.isnan(rough):
         return None
@@ -171,14 +182,9 @@ def _plan(
     if not steps:
         return None
     widths = [loss_range(sigma, rate, adjacency) for sigma, rate, _ in steps]
-    # below 1e-10 the rounding of many small masses weighs more than the discretisation
-    total = min(sum(count for _, _, count in steps), _MOST_REFINED) if delta >= 1.0e-10 else 1
+    total = sum(count for _, _, count in steps)
     interval = nice(choose_interval(max(widths), rough, total) * coarse)
-    rounding = sum(
-        4.0e-16 * count * (width / interval) ** 1.5
-        for width, (_, _, count) in zip(widths, steps, strict=True)
-    )
-    return (full, sampled), interval, rounding
+    return (full, sampled), interval
 
 
 def epsilon(
@@ -194,59 +200,58 @@ def epsilon(
       coarse: factor >= 1 on the discretisation; the bound stays valid.
 
     Returns:
-      The bound (rounding margin included), or None where this tool does not apply.
+      The bound (rounding included), or None where this tool does not apply.
     """
     if delta < SMALLEST_DELTA:
         return None
     best = math.inf
     for _ in range(4):
-        plan = _plan(parts, adjacency, min(rough, best), delta, coarse)
+        guess = min(rough, best)
+        plan = _plan(parts, adjacency, guess, coarse)
         if plan is None:
             return None
-        (full, sampled), interval, rounding = plan
-        value = _read_epsilon(full, sampled, interval, adjacency, True, delta)
-        guess = min(rough, best)
+        value, used = _read_epsilon(plan, adjacency, True, delta)
         if not math.isnan(value):
-            best = min(best, max(0.0, value) + rounding)
-        if (
-            not best < guess / 2.0
-            or choose_interval_changed(plan, _plan(parts, adjacency, best, delta, coarse)) is False
-        ):
+            best = min(best, max(0.0, value))
+        finer = choose_interval_changed(plan, _plan(parts, adjacency, best, coarse))
+        if used > plan[1] or not best < guess / 2.0 or not finer:
             break
     return None if math.isinf(best) else best
 
 
 def _read_epsilon(
-    full: float,
-    sampled: tuple[tuple[float, float, int], ...],
-    interval: float,
-    adjacency: Adjacency,
-    pessimistic: bool,
-    delta: float,
-) -> float:
-    """The composed distribution's epsilon, NaN where dp_accounting's arithmetic overflows or runs out of memory."""
-    try:
-        with _quiet():
-            return float(
-                _composed(full, sampled, interval, adjacency, pessimistic).get_epsilon_for_delta(delta)
-            )
-    except FAILURES:
-        return math.nan
+    plan: tuple[Any, float], adjacency: Adjacency, pessimistic: bool, delta: float
+) -> tuple[float, float]:
+    """The composed distribution's epsilon and the interval used, coarser than planned where that one does not fit.
+
+    NaN where the arithmetic overflows or runs out of memory.
+    """
+    (full, sampled), interval = plan
+    sign = 1.0 if pessimistic else -1.0
+    for factor in COARSER:
+        try:
+            composed = _composed(full, sampled, interval * factor, adjacency, pessimistic)
+            found = max(tilted.epsilon(laws, interval * factor, delta, sign=sign) for laws in composed)
+            return found, interval * factor
+        except MemoryError:
+            continue
+        except FAILURES:
+            break
+    return math.nan, interval
 
 
-def choose_interval_changed(before: tuple[Any, float, float], after: tuple[Any, float, float] | None) -> bool:
+def choose_interval_changed(before: tuple[Any, float], after: tuple[Any, float] | None) -> bool:
     """Whether another pass would use a finer grid."""
     return after is not None and after[1] < before[1]
 
 
 def epsilon_lower(parts: Parts, delta: float, adjacency: Adjacency, rough: float) -> float | None:
     """Return the optimistic counterpart of `epsilon`: a lower bound, for checking other tools."""
-    plan = _plan(parts, adjacency, rough, delta)
+    plan = _plan(parts, adjacency, rough)
     if plan is None or delta < SMALLEST_DELTA:
         return None
-    (full, sampled), interval, rounding = plan
-    value = _read_epsilon(full, sampled, interval, adjacency, False, delta)
-    return None if not math.isfinite(value) else max(0.0, value - rounding)
+    value, _ = _read_epsilon(plan, adjacency, False, delta)
+    return None if not math.isfinite(value) else max(0.0, value)
 
 
 def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -> float | None:
@@ -254,16 +259,17 @@ def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -
     plan = _plan(parts, adjacency, rough)
     if plan is None:
         return None
-    (full, sampled), interval, rounding = plan
-    try:
-        with _quiet():
-            composed = _composed(full, sampled, interval, adjacency, True)
-            value = float(composed.get_delta_for_epsilon(max(0.0, epsilon_at - rounding)))
-    except FAILURES:
-        return None
-    if math.isnan(value):
-        return None
-    return min(1.0, max(0.0, value) + SMALLEST_DELTA)
+    (full, sampled), interval = plan
+    for factor in COARSER:
+        try:
+            composed = _composed(full, sampled, interval * factor, adjacency, True)
+            value = max(tilted.delta(laws, interval * factor, epsilon_at) for laws in composed)
+        except MemoryError:
+            continue
+        except FAILURES:
+            return None
+        return None if math.isnan(value) else min(1.0, max(0.0, value) + SMALLEST_DELTA)
+    return None
 
 
 class _quiet:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.special import betainc, betaincinv, log_ndtr
 
-from fedlora.accounting import pld
+from fedlora.accounting import pld, tilted
 from fedlora.accounting.events import NoisyProjectionEvent, ProjectionGroup
 from fedlora.accounting.hypergeometric import FloatArray
-from fedlora.accounting.lean_import import load_pld
 from fedlora.accounting.reports import Adjacency
+from fedlora.accounting.tilted import Law
 
 _NODES = 48
 _LARGEST_GRID = 40_000
@@ -179,38 +180,32 @@ def _hull(t: FloatArray, h: FloatArray) -> list[int]:
     return keep
 
 
-def _masses(grid: FloatArray, h: FloatArray) -> tuple[dict[int, float], float]:
-    """Loss index offset -> mass, and the infinite mass, of the distribution whose curve is the hull of (grid, h)."""
+def _law(grid: FloatArray, first: int, h: FloatArray) -> Law:
+    """The distribution whose curve is the hull of (grid, h), with its first index on the grid."""
     t = np.concatenate([[0.0], np.exp(grid)])
     values = np.concatenate([[1.0], h])
     keep = _hull(t, values)
     slopes = np.diff(values[keep]) / np.diff(t[keep])
     slopes = np.append(np.minimum(slopes, 0.0), 0.0)
-    masses = {}
-    for position, index in enumerate(keep[1:], start=0):
-        mass = float((slopes[position + 1] - slopes[position]) * t[index])
-        if mass > 0.0:
-            masses[index - 1] = mass
-    return masses, float(values[-1])
+    masses = np.zeros(grid.size)
+    masses[np.array(keep[1:]) - 1] = np.maximum(np.diff(slopes) * t[keep[1:]], 0.0)
+    return Law(masses, first, min(1.0, float(values[-1])))
 
 
 @functools.lru_cache(maxsize=64)
 def distribution(
     event: NoisyProjectionEvent, interval: float, adjacency: Adjacency
-) -> tuple[Any, int] | None:
-    """Return dp_accounting's distribution of one step, pessimistic, and its largest grid; None if that is too large.
+) -> tuple[Law, ...] | None:
+    """Return the laws of one step, pessimistic; None if their grid is too large.
 
     Args:
       event: one step.
       interval: discretisation.
       adjacency: neighbouring relation.
     """
-    privacy_loss_distribution = load_pld()
-    from dp_accounting.pld import pld_pmf
-
     replaced = adjacency is Adjacency.REPLACE_ONE
     gain = 4.0 if replaced else 1.0
-    pmfs, size = [], 0
+    laws = []
     for curve in (replace_curve,) if replaced else (remove_curve, add_curve):
         span = _span(event, interval, gain, curve)
         if span is None:
@@ -220,11 +215,8 @@ def distribution(
         values = curve(event, grid, gain)
         if last * interval > 600.0 or not bool(np.all(np.isfinite(values))):
             return None
-        masses, rest = _masses(grid, values)
-        shifted = {first + index: mass for index, mass in masses.items()}
-        pmfs.append(pld_pmf.create_pmf(shifted, interval, min(1.0, rest), True))
-        size = max(size, last - first)
-    return privacy_loss_distribution.PrivacyLossDistribution(*pmfs), size
+        laws.append(_law(grid, first, values))
+    return tuple(laws)
 
 
 def _span(event: NoisyProjectionEvent, interval: float, gain: float, curve: Any) -> tuple[int, int] | None:
@@ -237,6 +229,14 @@ def _span(event: NoisyProjectionEvent, interval: float, gain: float, curve: Any)
     last = math.ceil((float(top[-1]) if top.size else interval) * 1.1 / interval) + 1
     first = -math.ceil((float(low[-1]) if low.size else interval) * 1.1 / interval) - 1
     return None if last - first > _LARGEST_GRID else (first, last)
+
+
+@dataclass(frozen=True)
+class _Composed:
+    """Laws with counts for each direction, on a grid."""
+
+    laws: pld.Compositions
+    interval: float
 
 
 def applies(parts: pld.Parts) -> bool:
@@ -263,29 +263,34 @@ def epsilon(
       coarse: factor >= 1 on the discretisation; the bound stays valid.
 
     Returns:
-      The bound with a margin for rounding, or None where this tool does not apply.
+      The bound, rounding included, or None where this tool does not apply.
     """
     if delta < pld.SMALLEST_DELTA or not applies(parts):
         return None
     best = math.inf
     for scout in (4.0, 1.0, 1.0):  # a coarse pass first, since the rough bound can be far above
         guess = min(rough, best)
-        value = _read(_settled(parts, adjacency, guess, coarse * scout), delta)
+        value = _read(parts, adjacency, guess, coarse * scout, delta)
         best = best if value is None else min(best, value)
         if scout == 1.0 and not _interval(best, coarse) < 0.9 * _interval(guess, coarse):
             break
     return None if math.isinf(best) else best
 
 
-def _read(found: tuple[Any, float] | None, delta: float) -> float | None:
-    if found is None:
-        return None
-    total, rounding = found
-    try:
-        value = float(total.get_epsilon_for_delta(delta))
-    except pld.FAILURES:
-        return None
-    return None if math.isnan(value) else max(0.0, value) + rounding
+def _read(parts: pld.Parts, adjacency: Adjacency, guess: float, coarse: float, delta: float) -> float | None:
+    """The bound on the first grid whose composed window fits."""
+    for factor in pld.COARSER:
+        found = _settled(parts, adjacency, guess, coarse * factor)
+        if found is None:
+            return None
+        try:
+            value = max(tilted.epsilon(laws, found.interval, delta) for laws in found.laws)
+        except MemoryError:
+            continue
+        except pld.FAILURES:
+            return None
+        return None if math.isnan(value) else max(0.0, value)
+    return None
 
 
 def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -> float | None:
@@ -295,9 +300,8 @@ def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: floa
     found = _settled(parts, adjacency, max(rough, epsilon_at), 1.0)
     if found is None:
         return None
-    total, rounding = found
     try:
-        value = float(total.get_delta_for_epsilon(max(0.0, epsilon_at - rounding)))
+        value = max(tilted.delta(laws, found.interval, epsilon_at) for laws in found.laws)
     except pld.FAILURES:
         return None
     return None if math.isnan(value) else min(1.0, max(0.0, value) + pld.SMALLEST_DELTA)
@@ -310,8 +314,8 @@ def _interval(guess: float, coarse: float) -> float:
     return math.ceil(wanted / unit * (1.0 - 1e-9)) * unit
 
 
-def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float) -> tuple[Any, float] | None:
-    """The composed distribution on the first grid that fits, with its rounding margin."""
+def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float) -> _Composed | None:
+    """The composition on the first grid that fits."""
     interval = _interval(rough, coarse)
     for _ in range(8):
         try:
@@ -324,22 +328,19 @@ def _settled(parts: pld.Parts, adjacency: Adjacency, rough: float, coarse: float
     return None
 
 
-def _compose(parts: pld.Parts, interval: float, adjacency: Adjacency) -> tuple[Any, float] | None:
-    """The composed distribution and its rounding margin, or None if a grid is too large."""
-    total, rounding = None, 0.0
+def _compose(parts: pld.Parts, interval: float, adjacency: Adjacency) -> _Composed | None:
+    """The steps' laws, or None if a grid is too large."""
+    steps = []
     for event, count in parts:
         if isinstance(event, NoisyProjectionEvent):
             found = distribution(event, interval, adjacency)
             if found is None:
                 return None
-            one, size = found
+            laws = found
         else:
             sigma, rate = pld.envelope(event) or (0.0, 1.0)
             if not sigma > 0.0 or pld.loss_range(sigma, rate, adjacency) / interval > 10.0 * _LARGEST_GRID:
                 return None
-            one = pld.step(sigma, rate, interval, adjacency, True)
-            size = int(pld.loss_range(sigma, rate, adjacency) / interval) + 1
-        rounding += 4.0e-16 * count * float(size) ** 1.5
-        many = pld.repeat(one, count)
-        total = many if total is None else total.compose(many)
-    return total, rounding
+            laws = pld.step(sigma, rate, interval, adjacency, True)
+        steps.append((laws, count))
+    return _Composed(pld.directions(steps), interval)

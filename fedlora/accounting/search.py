@@ -15,6 +15,7 @@ class Unreachable(Exception):
 
 
 _TURNS = 7
+_ROUGH_TURNS = 14
 _GRID_NOISE = 0.005
 """A discretised bound moves by steps of this size; a private value that near to the target is as good as it gets."""
 
@@ -49,11 +50,15 @@ def smallest(
             start = _narrow(guide, target, _bracket(guide, target, limits), 20.0 * width).high
         except Unreachable:
             continue
-        near = _by_secants(rough, guide, target, start, width, limits)
+        near = _by_secants(rough, guide, target, start, width, limits, _ROUGH_TURNS)
         found = _by_secants(full, rough, target, near or start, width, limits)
         if found is not None:
             return found
-    bracket = _narrow(full, target, _bracket(full, target, limits), 20.0 * width)
+    near = _narrow(rough, target, _bracket(rough, target, limits), 20.0 * width).high
+    found = _by_secants(full, rough, target, near, width, limits)
+    if found is not None:
+        return found
+    bracket = _narrow(full, target, _bracket(full, target, limits, near), 20.0 * width)
     return _narrow(full, target, _private_start(full, target, bracket, width, limits), width).high
 
 
@@ -64,27 +69,50 @@ def _by_secants(
     start: float,
     width: float,
     limits: tuple[float, float],
+    turns: int = _TURNS,
 ) -> float | None:
-    """Secants of the full bound in log-log, the first one with the guide's slope; None if they do not settle."""
-    x, low, points = start, 0.0, dict[float, float]()
-    good: tuple[float, float] | None = None
-    for _ in range(_TURNS):
+    """Secants of the full bound in log-log, the first one with the guide's slope; None if they do not settle.
+
+    Where the bound is 0 or infinite (delta pays for everything, or nothing is covered) no line can be drawn: the known
+    bracket is halved instead, or its missing end is looked for.
+    """
+    x, points = start, dict[float, float]()
+    low, good = (
+        0.0,
+        None,
+    )  # the largest value seen beyond the target, the smallest one that met it with its epsilon
+    for _ in range(turns):
         value = full(x)
-        if not 0.0 < value < math.inf:
-            return None
-        points[math.log(x)] = math.log(value / target)
-        slope = _slope(points, guide, x)
-        if slope is None:
-            return None
-        root = x * math.exp(max(-3.0, min(3.0, -math.log(value / target) / slope)))
-        if value > target:
+        drawn = 0.0 < value < math.inf
+        if drawn:
+            points[math.log(x)] = math.log(value / target)
+        slope = _slope(points, guide, x) if drawn else None
+        root = x * math.exp(_bounded(-math.log(value / target) / slope)) if slope is not None else None
+        if value <= target:
+            good = (x, value) if good is None or x < good[0] else good
+            nearest = low if root is None else max(root, low)
+            if x <= nearest * (1.0 + width) or x <= limits[0]:
+                return x
+        else:
             low = max(low, x)
-        elif x <= max(root, low) * (1.0 + width):
-            return x
-        elif good is None or x < good[0]:
-            good = (x, value)
-        x = min(max(root * (1.0 + 0.3 * width), low * (1.0 + 0.3 * width), limits[0]), limits[1])
-    return good[0] if good is not None and good[1] >= (1.0 - _GRID_NOISE) * target else None
+        x = min(max(_next(root, low, good, width), limits[0]), limits[1])
+    if good is None:
+        return None
+    return good[0] if good[1] >= (1.0 - _GRID_NOISE) * target or good[0] <= low * (1.0 + width) else None
+
+
+def _bounded(step: float) -> float:
+    return max(-3.0, min(3.0, step))
+
+
+def _next(root: float | None, low: float, good: tuple[float, float] | None, width: float) -> float:
+    """The point beyond the estimated root inside the bracket; without an estimate its middle or a step outwards."""
+    inside = root is not None and root >= low and (good is None or root * (1.0 + 0.3 * width) < good[0])
+    if root is not None and inside:
+        return max(root, low) * (1.0 + 0.3 * width)
+    if good is None:
+        return 2.0 * low
+    return math.sqrt(low * good[0]) if low > 0.0 else 0.5 * good[0]
 
 
 def _slope(points: dict[float, float], guide: Callable[[float], float], x: float) -> float | None:

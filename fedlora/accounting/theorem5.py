@@ -9,6 +9,7 @@ it); T(eps; mu) is a two-sided tail, larger than the exact Gaussian profile.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from scipy.special import betaincc, betainccinv, ndtr
@@ -31,10 +32,31 @@ def tail(epsilon: float, mu: float) -> float:
 
 
 def directions(group: ProjectionGroup) -> int:
-    """Return s = min(out, d) of Theorem 5; without an out-width, d."""
+    """Return s = min(out, d) of Theorem 5; 0 for a group without projection.
+
+    Raises:
+      UnsupportedEventError: if the group states no out-width: it may stand for several layers, whose directions the
+        union has to count one by one.
+    """
     if group.width is None:
         return 0
-    return group.width if group.out_width is None else min(group.width, group.out_width)
+    if group.out_width is None:
+        raise UnsupportedEventError(
+            f"theorem 5: group {group.name} states no out_width, so that the directions of its layers cannot be "
+            "counted; give one group with its out_width for each layer, or use another bound"
+        )
+    return min(group.width, group.out_width)
+
+
+def one_layer(event: NoisyProjectionEvent) -> NoisyProjectionEvent:
+    """Return the event with the most directions a layer can have where a group states no out-width.
+
+    Only for groups that are known to be one layer each, such as those of a command line.
+    """
+    groups = (
+        replace(group, out_width=group.width) if group.out_width is None else group for group in event.groups
+    )
+    return replace(event, groups=tuple(groups))
 
 
 def failure(group: ProjectionGroup, alpha: float) -> float:

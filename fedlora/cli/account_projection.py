@@ -64,8 +64,8 @@ def projection_report(
 
 
 def _few_directions(event: NoisyProjectionEvent) -> bool:
-    projected = truncation.applies(((event, 1),))
-    return projected and any(0 < theorem5.directions(group) < _DIRECTIONS for group in event.groups)
+    counts = [theorem5.directions(group) for group in theorem5.one_layer(event).groups]
+    return truncation.applies(((event, 1),)) and any(0 < count < _DIRECTIONS for count in counts)
 
 
 def _with(report: EpsilonReport, other: EpsilonReport) -> EpsilonReport:
@@ -92,6 +92,7 @@ def _published(
     accountant: str,
     coarse: float,
 ) -> EpsilonReport:
+    event = theorem5.one_layer(event)  # on the command line every group is one layer
     single = steps == 1 and len(event.groups) == 1 and event.sample_rate in (None, 1.0)
     if single:
         value = theorem5.one_shot(event, delta, adjacency=adjacency)

@@ -243,23 +243,26 @@ def _head_deviation(mechanism: Mechanism) -> dict[str, float]:
 
 
 def _event(mechanism: Mechanism, noise_multiplier: float) -> Event:
-    """Every released group enters: one clip over the projected modules, a separate one for the head."""
+    """Every released group enters: one clip over the projected modules, a separate one for the head.
+
+    A group that stands for several layers states no out-width, so that no bound counts its directions as one layer's.
+    """
     settings, rate = _settings(mechanism), mechanism.privacy.sample_rate
     specs = tuple(mechanism.layout.modules.values())
     kappa = 1.0 / noise_multiplier
     if not mechanism.coordinates.extras:
-        kinds = {
-            (s.in_features, s.rank): max(
-                t.out_features for t in specs if (t.in_features, t.rank) == (s.in_features, s.rank)
-            )
-            for s in specs
-        }
-        groups = [ProjectionGroup(f"width {d} rank {r}", d, r, kappa, out) for (d, r), out in kinds.items()]
+        outs: dict[tuple[int, int], list[int]] = {}
+        for s in specs:
+            outs.setdefault((s.in_features, s.rank), []).append(s.out_features)
+        groups = [
+            ProjectionGroup(f"width {d} rank {r}", d, r, kappa, out[0] if len(out) == 1 else None)
+            for (d, r), out in outs.items()
+        ]
         return NoisyProjectionEvent(tuple(groups), rate, "shared", settings.projection_source)
     width, rank = min(s.in_features for s in specs), max(s.rank for s in specs)
-    worst = ProjectionGroup(
-        "adapters", width, min(rank, width), kappa, sum(s.out_features for s in specs)
-    )  # 1F1 grows with the rank and falls with the width, so this covers every module
+    out = specs[0].out_features if len(specs) == 1 else None
+    # X grows with the rank and falls with the width (in stochastic order), so this group covers every module
+    worst = ProjectionGroup("adapters", width, min(rank, width), kappa, out)
     head = ProjectionGroup("head", None, None, 1.0 / head_figures(settings)[1])
     return NoisyProjectionEvent((worst, head), rate, "separate", settings.projection_source)
 

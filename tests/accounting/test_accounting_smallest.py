@@ -42,7 +42,7 @@ def test_default_and_best_are_never_above_gaussian_theorem5_or_moments(
     row: tuple[int, int, float, float, int, float], adjacency: acct.Adjacency
 ) -> None:
     width, rank, noise, rate, steps, delta = row
-    event = acct.NoisyProjectionEvent.single(width, rank, noise, None if rate == 1.0 else rate)
+    event = acct.NoisyProjectionEvent.single(width, rank, noise, None if rate == 1.0 else rate, width)
     plain: acct.Event = acct.GaussianEvent(noise) if rate == 1.0 else acct.PoissonGaussianEvent(noise, rate)
     limits = [
         acct.epsilon_of(plain.times(steps), delta, adjacency=adjacency).epsilon,
@@ -104,7 +104,7 @@ def test_level_covers_spread_differences_over_layers(clip: str) -> None:
 
 
 def test_replaced_and_sampled_records_pay_for_two_rare_sets() -> None:
-    event = acct.NoisyProjectionEvent.single(768, 8, 1.0, 0.01)
+    event = acct.NoisyProjectionEvent.single(768, 8, 1.0, 0.01, 768)
     one, two = (truncation.gaussians(((event, 10),), 1e-6, relation)[0][0] for relation in (ADD, REPLACE))
     halved = truncation.gaussians(((event, 10),), 0.5e-6, ADD)[0][0]
     assert isinstance(one, acct.PoissonGaussianEvent)

@@ -201,7 +201,7 @@ def test_composed_projection_lies_between_its_lower_bound_and_the_published_one(
         float(rng.uniform(0.01, 0.05)),
         int(rng.integers(50, 600)),
     )
-    event = acct.NoisyProjectionEvent.single(width, rank, noise, rate)
+    event = acct.NoisyProjectionEvent.single(width, rank, noise, rate, width)
     low = measured.epsilon_lower(event, steps, 1e-5)
     ours = acct.epsilon_of(event.times(steps), 1e-5).epsilon
     assert low <= ours <= theorem5.composed(event, steps, 1e-5) * (1 + 1e-8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_zoo import FAMILIES, ZooTask, adapted_model, config, records
 
-from fedlora.accounting import NoisyProjectionEvent, epsilon_of
+from fedlora.accounting import NoisyProjectionEvent, epsilon_of, theorem5
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.projection_recipe import SEED_NOTE, with_projection
 from fedlora.cli.export import at_export_rank
@@ -19,6 +19,7 @@ from fedlora.errors import (
     PrivacyParameterError,
     RankMismatchError,
     UnsupportedCombinationError,
+    UnsupportedEventError,
 )
 from fedlora.mechanisms import build_mechanism
 from fedlora.mechanisms.noise import SeededNoise
@@ -175,6 +176,17 @@ def test_the_event_names_every_group_and_who_draws():
     assert {(g.width, g.rank) for g in event.groups} == {(16, 3), (24, 3)}
     small = epsilon_of(event.times(50), 1e-5).epsilon
     assert small < epsilon_of(plain.step_event(0.8).times(50), 1e-5).epsilon
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_merged_layers_cannot_be_counted_as_one_by_the_published_union(kind):
+    """A group that stands for several layers has their directions together: Theorem 5 refuses it."""
+    _, mechanism, *_ = setup(kind)
+    event = mechanism.step_event()
+    assert len(mechanism.layout.modules) > len([g for g in event.groups if g.width is not None])
+    assert all(group.out_width is None for group in event.groups)
+    with pytest.raises(UnsupportedEventError, match="out_width"):
+        theorem5.composed(event, 10, 1e-5)
 
 
 def jobs_for(draws, seed=5):
