@@ -258,10 +258,17 @@ def epsilon(laws: Sequence[tuple[Law, int]], interval: float, delta: float, *, s
 def _root(window: _Window, interval: float, budget: float, sign: float) -> float:
     """Where the window's divergence passes the budget, 0 or more."""
     low, high = -1, window.losses.size - 1  # divergence beyond the budget at low, within it at high
-    while high - low > 1:
-        middle = (low + high) // 2
-        beyond = window.delta(float(window.losses[middle]), sign)[0] > budget
-        low, high = (middle, high) if beyond else (low, middle)
+    point = int(np.argmax(window.entries))
+    for turn in range(200):
+        if high - low <= 1:
+            break
+        if turn % 4 == 3 or not low < point < high:
+            point = (low + high) // 2
+        value = window.delta(float(window.losses[point]), sign)[0]
+        low, high = (point, high) if value > budget else (low, point)
+        # the logarithm of the divergence falls at about the tilt's rate near the answer
+        move = math.log(value / budget) / (window.tilt * interval) if value > 0.0 else -1.0
+        point += math.ceil(move) if move > 0.0 else min(-1, math.floor(max(move, -1e9)))
     if low < 0:
         return max(0.0, float(window.losses[0])) if sign > 0.0 else 0.0
     start = float(window.losses[low])
