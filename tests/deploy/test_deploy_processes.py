@@ -78,12 +78,14 @@ def test_a_wedged_supernode_is_ended_and_a_healthy_one_is_not(
     stop, wedged = StopSignals(), threading.Event()
     timer = threading.Timer(1.5, stop.event.set)
     timer.start()
-    assert relay._watch(made, stop, None, wedged) is True
+    looked: list[int] = []
+    assert relay._watch(made, stop, None, wedged, lambda: looked.append(1)) is True
+    assert looked
     stop.event.clear()
     wedged.set()
-    assert relay._watch(made, stop, None, wedged) is False
+    assert relay._watch(made, stop, None, wedged, lambda: None) is False
     made.stop(seconds=1.0)
-    assert relay._watch(made, stop, None, threading.Event()) is False
+    assert relay._watch(made, stop, None, threading.Event(), lambda: None) is False
 
 
 def test_the_environment_is_quiet_and_trusts_no_proxy_header(
