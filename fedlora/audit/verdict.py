@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from fedlora.errors import AuditFailedError
+from fedlora.files import replace_text
 
 Word = Literal["passed", "weak attack", "failed", "leaks as expected"]
 
@@ -95,9 +95,7 @@ def measure_power(caught: Callable[[], bool], repeats: int) -> tuple[float | Non
 def write_verdict(folder: Path, verdict: Verdict) -> Path:
     """Write `audit-<attack>.json` into a run's folder, where the report finds it."""
     path = folder / f"audit-{verdict.attack.replace(' ', '-')}.json"
-    part = path.with_suffix(".json.part")
-    part.write_text(json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    replace_text(path, json.dumps(verdict.to_json(), indent=2, allow_nan=False) + "\n")
     return path
 
 

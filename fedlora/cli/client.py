@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from fedlora.addresses import host_and_port
 from fedlora.cli.common import JsonOption, emit
 from fedlora.cli.files import PUBLIC, read_file, require_private, write_file
 from fedlora.cli.keyring import parse_public
@@ -74,8 +75,7 @@ class ClientSettings:
         require_certificates(read_file(self.ca, "CA certificate", _CA_REMEDY), self.ca)
         read_file(self.key, "deployment key", "make it with `fedlora keys new`")
         require_private(self.key, "deployment key")
-        host, _, port = self.superlink.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        if host_and_port(self.superlink) is None:
             raise DeploymentError(
                 f"--superlink: got {self.superlink!r}; give host:port, with a port below 65536"
             )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import fedlora
 from fedlora.errors import DeploymentError
+from fedlora.procfs import descendants, process_start
 
 STOP_SECONDS = 15.0
 MAX_LOG_BYTES = 50_000_000
@@ -89,23 +90,6 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the process ids below a process (Linux; empty elsewhere)."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    found, queue = [], [pid]
-    while queue:
-        for child in children.get(queue.pop(), []):
-            found.append(child)
-            queue.append(child)
-    return found
-
-
 class Child:
     """One child process in a session of its own.
 
@@ -176,7 +160,7 @@ class Child:
             return None
         status = self._process.poll()
         if status is None:
-            self._family.update(_with_start(descendants(self._process.pid)))
+            self._family.update(descendants(self._process.pid))
         return status
 
     def wait(self, seconds: float) -> int | None:
@@ -239,21 +223,6 @@ def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
             if not left:
                 return
             time.sleep(0.05)
-
-
-def _with_start(pids: Iterable[int]) -> dict[int, str]:
-    """Return process ids with their start times."""
-    found = {pid: process_start(pid) for pid in pids}
-    return {pid: started for pid, started in found.items() if started is not None}
-
-
-def process_start(pid: int) -> str | None:
-    """Return a process's start time (so that a reused id is not mistaken for it), None if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
 
 
 class StopSignals:

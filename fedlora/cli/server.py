@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedlora.addresses import host_and_port
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import DeploymentError
 
@@ -135,8 +136,9 @@ def _serve(role: ServerRole, metrics: str) -> str:
 
 def _address(text: str) -> tuple[str, int]:
     """Split host:port of `deployment.superlink`; a name or outer address means: listen on all interfaces."""
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    parts = host_and_port(text)
+    if parts is None:
         raise DeploymentError(f"deployment.superlink: got {text!r}; give host:port")
+    host, port = parts
     local = host in {"127.0.0.1", "localhost", "::1", "[::1]"}
-    return ("127.0.0.1" if local else "0.0.0.0"), int(port)  # noqa: S104 - the server is meant to be reached
+    return ("127.0.0.1" if local else "0.0.0.0"), port  # noqa: S104 - the server is meant to be reached

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.cli.files import PUBLIC, write_file
-from fedlora.cli.processes import process_start
 from fedlora.errors import DeploymentError
+from fedlora.procfs import process_start
 
 _LOG = logging.getLogger(__name__)
 STATE_FILE = "state.json"

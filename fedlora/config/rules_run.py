@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from fedlora.addresses import host_and_port
 from fedlora.config.problems import Problem
 from fedlora.config.rule_view import Rule, View
 
@@ -76,15 +77,14 @@ def public_eval_choice(v: View) -> Iterator[Problem]:
 def label_count(v: View) -> Iterator[Problem]:
     """The label names are distinct, at least two, and as many as the number of labels."""
     names, count = v("data.labels"), v.number("model.num_labels")
-    if isinstance(names, list | tuple):
-        if len(set(map(str, names))) != len(names):
-            yield Problem("data.labels", "names a label twice; name each once")
-        if len(names) < 2 and count != 1:
-            text = (
-                "a classifier needs two names at least (model.num_labels: 1 is a regression, without names)"
-            )
-            yield Problem("data.labels", text)
-    if isinstance(names, list | tuple) and count is not None and count != len(names):
+    if not isinstance(names, list | tuple):
+        return
+    if len(set(map(str, names))) != len(names):
+        yield Problem("data.labels", "names a label twice; name each once")
+    if len(names) < 2 and count != 1:
+        text = "a classifier needs two names at least (model.num_labels: 1 is a regression, without names)"
+        yield Problem("data.labels", text)
+    if count is not None and count != len(names):
         text = f"is {count:.0f}, but data.labels names {len(names)}; leave one of the two out"
         yield Problem("model.num_labels", text)
 
@@ -100,10 +100,7 @@ def quantization_package(v: View) -> Iterator[Problem]:
 def server_address(v: View) -> Iterator[Problem]:
     """The server's address is host:port."""
     address = v("deployment.superlink")
-    host, _, port = str(address).rpartition(":")
-    if isinstance(address, str) and not (
-        host and port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    ):
+    if isinstance(address, str) and host_and_port(address) is None:
         yield Problem("deployment.superlink", f"got {address!r}; give host:port, with a port below 65536")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fedlora.addresses import host_and_port
 from fedlora.config.schema import RayConfig
 from fedlora.errors import ClusterUnreachableError
 
@@ -32,15 +33,15 @@ def probe(address: str, timeout_seconds: float) -> None:
     Raises:
         ClusterUnreachableError: in one line, with what to do.
     """
-    host, _, port = address.rpartition(":")
+    parts = host_and_port(address)
     deadline = time.monotonic() + timeout_seconds
     hint = "start it with 'ray start --head', correct simulation.ray.address, or set it to null"
-    if not host or not port.isdigit():
+    if parts is None:
         raise ClusterUnreachableError(
             f"ray.address: got {address!r}; allowed host:port, auto or null; {hint}"
         )
     try:
-        with socket.create_connection((host, int(port)), timeout=timeout_seconds):
+        with socket.create_connection(parts, timeout=timeout_seconds):
             pass
     except OSError as error:
         raise ClusterUnreachableError(

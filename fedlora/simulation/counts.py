@@ -6,13 +6,13 @@ Only simulations write this: exact counts are no private release, and a real sit
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
 from fedlora.data import Rows
 from fedlora.data.partition_plot import partition_svg
 from fedlora.errors import FedLoraError
+from fedlora.files import replace_text
 from fedlora.simulation.prepare import Federation
 
 _ANY = "records"
@@ -53,13 +53,7 @@ def write_partition(folder: Path, federation: Federation) -> Path:
     """Write `partition.json` (read by the report) and its drawing `partition.svg` into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     table = label_counts(federation)
-    _replace(folder / "partition.svg", partition_svg(table))
+    replace_text(folder / "partition.svg", partition_svg(table))
     path = folder / "partition.json"
-    _replace(path, json.dumps({"clients": table}, indent=1) + "\n")
+    replace_text(path, json.dumps({"clients": table}, indent=1) + "\n")
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

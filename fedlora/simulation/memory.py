@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from fedlora.config.schema import FedLoraConfig
+from fedlora.files import replace_text
 from fedlora.mechanisms.noise import OsNoise
 from fedlora.simulation.trim import resident_bytes
 from fedlora.training.cohort import ClientJob, CohortEngine
@@ -246,10 +246,7 @@ def _model_bytes(bench: Workbench) -> int:
 def write_plan(folder: Path, plan: MemoryPlan, halved: Mapping[int, int]) -> dict[str, Any]:
     """Write `plan.json`: the plan, and the cohort of every worker whose memory ran out all the same."""
     content = {**asdict(plan), "halved": {str(node): cohort for node, cohort in halved.items()}}
-    path = folder / PLAN_FILE
-    part = path.with_suffix(".json.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    replace_text(folder / PLAN_FILE, json.dumps(content, indent=1) + "\n")
     return content
 
 

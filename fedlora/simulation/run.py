@@ -22,6 +22,7 @@ from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig
 from fedlora.data import check_records
 from fedlora.errors import CheckpointError, SimulationError
+from fedlora.files import replace_text
 from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
 from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
 from fedlora.simulation.counts import write_partition
@@ -172,9 +173,7 @@ def _next_attempt(folder: Path) -> int:
     path = folder / "attempts"
     text = path.read_text().strip() if path.exists() else "1"
     attempt = (int(text) if text.isdigit() else 1) + 1
-    part = path.with_suffix(".part")
-    part.write_text(str(attempt))
-    os.replace(part, path)
+    replace_text(path, str(attempt))
     return attempt
 
 
@@ -244,18 +243,14 @@ def _specs(
 
 
 def _grid(
-    settings: ServerSettings,
-    specs: list[NodeSpec],
-    spending: Spending,
-    in_process: bool,
+    settings: ServerSettings, specs: list[NodeSpec], spending: Spending, in_process: bool
 ) -> HostedGrid:
     timeout = settings.config.federation.round_timeout_seconds
     if in_process:
         return InProcessGrid(specs, spending, timeout)
     from fedlora.simulation.raygrid import RayGrid
 
-    ray = settings.config.simulation.ray
-    return RayGrid(specs, spending, ray, settings.run_id, timeout)
+    return RayGrid(specs, spending, settings.config.simulation.ray, settings.run_id, timeout)
 
 
 def _prepare(

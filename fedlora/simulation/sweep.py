@@ -22,6 +22,7 @@ import numpy as np
 
 from fedlora.config import load_config
 from fedlora.errors import ConfigError, FedLoraError
+from fedlora.files import replace_text
 from fedlora.simulation.settings import RoundRecord
 
 _LOG = logging.getLogger(__name__)
@@ -154,9 +155,7 @@ class MedianRule:
         value = self._sign * record.metrics[self._metric]
         self._mine[str(record.round)] = value
         path = self._folder / f"{self._name}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(self._mine))
-        os.replace(part, path)
+        replace_text(path, json.dumps(self._mine))
         others = [
             json.loads(other.read_text()).get(str(record.round))
             for other in self._folder.glob("*.json")

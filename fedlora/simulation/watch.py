@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
+
+from fedlora.procfs import descendants
 
 GRACE_SECONDS: Final = 5
 """Time that Ray's processes have to end by themselves."""
@@ -56,24 +57,3 @@ class Watcher:
         except (OSError, subprocess.TimeoutExpired):
             process.kill()
             process.wait()
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Return every process below one, with its start time in clock ticks; empty where there is no /proc."""
-    parents: dict[int, tuple[int, str]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            parents[int(entry.name)] = (int(fields[1]), fields[19])
-        except (OSError, IndexError, ValueError):
-            continue
-    below: dict[int, str] = {}
-    grown = True
-    while grown:
-        new = {
-            pid: begun
-            for pid, (parent, begun) in parents.items()
-            if pid not in below and (parent == root or parent in below)
-        }
-        below, grown = below | new, bool(new)
-    return below

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.cli import keyring, pki
-from fedlora.cli.processes import descendants, end_all, free_port
+from fedlora.cli.processes import end_all, free_port
+from fedlora.procfs import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["red", "blue", "green", "fast", "slow", "big", "small", "up", "down", "left", "right", "old", "new"]

@@ -20,10 +20,11 @@ from fedlora.cli import keyring, pki
 from fedlora.cli import main as frame
 from fedlora.cli.client import ClientSettings, require_certificates
 from fedlora.cli.metrics import server_registry
-from fedlora.cli.processes import Child, child_environment, process_start
+from fedlora.cli.processes import Child, child_environment
 from fedlora.cli.serving_files import control_token, make_folder
 from fedlora.cli.state import AuditLog, StateFile, note_change, read_state
 from fedlora.errors import AuthenticationError, DataError, DeploymentError
+from fedlora.procfs import process_start
 from fedlora.training.port import Packet
 from fedlora.training.service_server import TrainerService, ensure_token
 

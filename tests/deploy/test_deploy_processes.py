@@ -18,7 +18,6 @@ from fedlora.cli.processes import (
     Child,
     StopSignals,
     child_environment,
-    descendants,
     free_port,
     port_is_free,
     script,
@@ -27,6 +26,7 @@ from fedlora.cli.serving import ServerRole
 from fedlora.cli.serving_files import ended_with, last_line, read_json
 from fedlora.cli.state import AuditLog, StateFile, read_state
 from fedlora.errors import BudgetExceededError, ConfigError, DeploymentError
+from fedlora.procfs import descendants
 
 
 def child(tmp_path: Path, code: str, lines: list[str] | None = None) -> Child:
