@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fedlora.accounting import epsilon_of
-from fedlora.audit.planning import Plan, best_bound
+from fedlora.audit.faults import ScaledNoise
+from fedlora.audit.planning import Plan, Question, Strengths, best_bound, make_plan
 from fedlora.audit.statistics import best_one_run_bound, roc_figures
 from fedlora.audit.verdict import Verdict, judge, measure_power
+from fedlora.config.resolve import total_steps
 from fedlora.config.schema import ClientPrivacy, RecordPrivacy
+from fedlora.mechanisms.noise import NoiseSource
 from fedlora.training.session import Workbench
 
 
@@ -36,28 +41,67 @@ class CanaryAudit(ABC):
     Args:
         bench: loaded model and mechanism; nothing of it is changed.
         privacy: its privacy section.
+        canaries: trials at most.
         confidence: of the lower bound.
+        noise: makes each noise source.
     """
 
     name: ClassVar[str]
+    _rate: float
+    """Probability with which a canary that is in enters a step; set by the subclass."""
+    _reach: float
+    """Signal of a canary that is not clipped, in units of the bound; set by the subclass."""
 
     def __init__(
-        self, bench: Workbench, privacy: RecordPrivacy | ClientPrivacy, *, confidence: float
+        self,
+        bench: Workbench,
+        privacy: RecordPrivacy | ClientPrivacy,
+        *,
+        canaries: int,
+        confidence: float,
+        noise: Callable[[], NoiseSource],
     ) -> None:
         """Keep what is attacked; nothing runs yet."""
         self._bench, self._terms, self._confidence = bench, privacy, confidence
+        self._canaries, self._noise = canaries, noise
+        self._paired = privacy.adjacency == "replace_one"
 
     @abstractmethod
+    def _strengths(self) -> Strengths:
+        """Return draws of a canary's signal-to-noise ratio."""
+
+    @abstractmethod
+    def _afford(self, steps: int) -> int:
+        """Return the canaries with which an attack of so many steps ends in bounded time."""
+
     def plan(self) -> Plan:
         """Choose steps and thresholds from simulated attacks on faulty mechanisms."""
+        return make_plan(
+            Question(
+                strengths=self._strengths(),
+                claim=self.claim,
+                afford=self._afford,
+                sample_rate=self._rate,
+                delta=self._terms.target_delta,
+                confidence=self._confidence,
+                paired=self._paired,
+                most_steps=total_steps(self._bench.config),
+                overshoot=self._reach,
+            )
+        )
 
     @abstractmethod
-    def attack(self, plan: Plan) -> Attack:
-        """Run the audited code on canaries and score its releases."""
+    def attack(self, plan: Plan, noise: Callable[[], NoiseSource] | None = None) -> Attack:
+        """Run the audited code on canaries and score its releases.
 
-    @abstractmethod
+        Args:
+            plan: steps and thresholds.
+            noise: makes each noise source, in the place of the audit's own.
+        """
+
     def halved(self, plan: Plan) -> Attack:
         """Attack the same code with half the noise."""
+        return self.attack(plan, partial(ScaledNoise, 0.5, self._noise()))
 
     @abstractmethod
     def adversary(self) -> tuple[str, str]:

@@ -14,9 +14,8 @@ Source: as fedlora.audit.gradient, with whole clients in place of records.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -32,17 +31,18 @@ from fedlora.aggregation.types import Charge, Outcome
 from fedlora.audit.canaries import OVERSHOOT
 from fedlora.audit.canary_audit import Attack, CanaryAudit
 from fedlora.audit.client_canaries import CanaryClients
-from fedlora.audit.faults import ScaledNoise
-from fedlora.audit.planning import Plan, Question, make_plan, score_step
-from fedlora.config.resolve import total_steps
+from fedlora.audit.planning import Plan, Strengths, score_step
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import AggregationError, UnsupportedCombinationError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.training.sampling import OsCoins, PoissonSampler
 from fedlora.training.session import Workbench
+from fedlora.wire.payload import AdapterPayload
 
 _NUMBERS: Final = 9_000
 """Update entries that one attack may clip and sum for each canary that was asked for, over all its rounds."""
+_CLIENTS: Final = 100
+"""Public size of the audited federation; the auditor multiplies the divisor out again."""
 _OVERHEAD: Final = 4_000
 """What checking and clipping an update costs beside its entries, in entries."""
 
@@ -120,7 +120,7 @@ def open_server(bench: Workbench, noise: NoiseSource, *, charge: Charge | None =
         config,
         bench.layout,
         bench.adapted.recipe.sha256,
-        num_clients=100,  # public, and the auditor multiplies it out again
+        num_clients=_CLIENTS,
         noise=Normals(noise),
         charge=charge or (lambda event: None),
         uplink=bench.mechanism.uplink,
@@ -130,6 +130,32 @@ def open_server(bench: Workbench, noise: NoiseSource, *, charge: Charge | None =
     mode = _HeardTangent(optimizer) if tangent else _HeardMeanB(optimizer)
     aggregator.mode = mode
     return Server(aggregator, mode)
+
+
+def open_shares(
+    server: Server,
+    start: AdapterPayload,
+    updates: Iterable[AdapterPayload],
+    noise: Callable[[], NoiseSource],
+) -> None:
+    """Clip whole updates and add a share of the noise to each by the client's code; open their sum at the server.
+
+    Args:
+        server: in a round that has begun.
+        start: the global adapter that clients start from.
+        updates: one of each client, at least one.
+        noise: makes each client's noise source.
+    """
+    total: npt.NDArray[np.float64] = np.zeros(1)
+    shapes: dict[str, tuple[int, ...]] = {}
+    names = []
+    for number, update in enumerate(updates):
+        sent = clip_and_share(update, start, server.plan, Normals(noise()))
+        total = total + update_vector(sent, start)
+        shapes = {name: block.shape for name, block in sorted(update.blocks.items())}
+        names.append(f"client-{number:06d}")
+    server.aggregator.authorize_sum(names)
+    server.aggregator.finish_sum(names, vector_blocks(total, shapes))
 
 
 class ClientAudit(CanaryAudit):
@@ -163,40 +189,20 @@ class ClientAudit(CanaryAudit):
                 f"audit: canary clients attack client-level noise; got privacy.unit {privacy.unit}; use "
                 "--attack gradient (record) or loss (none)"
             )
-        super().__init__(bench, privacy, confidence=confidence)
-        self._noise, self._canaries = noise, canaries
+        super().__init__(bench, privacy, canaries=canaries, confidence=confidence, noise=noise)
         self._start = bench.initial_payload()
         self._sigma = open_server(bench, OsNoise()).plan.noise_multiplier
         self._honest = privacy.honest_clients if privacy.noise_at == "clients" else None
-        rate = client_sampling(bench.config.federation, 100)[1]
-        self._rate = 1.0 if rate is None or self._honest is not None else rate
-        self._paired = privacy.adjacency == "replace_one"
+        rate = client_sampling(bench.config.federation, _CLIENTS)[1]
+        self._rate, self._reach = 1.0 if rate is None or self._honest is not None else rate, OVERSHOOT
         limit = canaries if self._honest is None else min(canaries, self._honest)
         self._basis = CanaryClients(self._start, bench.layout, limit=limit, seed=bench.config.run.seed)
 
-    def plan(self) -> Plan:
-        """Choose rounds and thresholds from simulated attacks on faulty releases."""
-        return make_plan(
-            Question(
-                strengths=lambda generator, count: np.full(count, 1.0 / self._sigma),
-                claim=self.claim,
-                afford=self._afford,
-                sample_rate=self._rate,
-                delta=self._terms.target_delta,
-                confidence=self._confidence,
-                paired=self._paired,
-                most_steps=total_steps(self._bench.config),
-                overshoot=OVERSHOOT,
-            )
-        )
+    def _strengths(self) -> Strengths:
+        return lambda generator, count: np.full(count, 1.0 / self._sigma)
 
     def attack(self, plan: Plan, noise: Callable[[], NoiseSource] | None = None) -> Attack:
-        """Run the server's (or the clients') own code on canary clients and score the releases.
-
-        Args:
-            plan: rounds and thresholds.
-            noise: makes each noise source.
-        """
+        """Run the server's (or the clients') own code on canary clients and score the releases."""
         make = noise or self._noise
         size = min(self._basis.size, self._afford(plan.steps))
         servers = [open_server(self._bench, make()) for _ in range(max(1, self._afford(plan.steps) // size))]
@@ -214,10 +220,6 @@ class ClientAudit(CanaryAudit):
             ]
             score += score_step(np.concatenate(read), strength, self._rate, self._paired)
         return Attack(score, truth)
-
-    def halved(self, plan: Plan) -> Attack:
-        """Attack the same release with half the noise."""
-        return self.attack(plan, partial(ScaledNoise, 0.5, self._noise()))
 
     def adversary(self) -> tuple[str, str]:
         """Return what the attacker sees, and the sampling assumption."""
@@ -242,7 +244,7 @@ class ClientAudit(CanaryAudit):
         if self._honest is None:
             self._send(server, signs, length)
         else:
-            self._share(server, plan, signs, length, make)
+            self._share(server, signs, length, make)
         unit = plan.noise_multiplier * plan.clipping_norm / plan.expected_clients
         return self._basis.read(server.mode.heard)[: len(signs)] / unit
 
@@ -258,21 +260,16 @@ class ClientAudit(CanaryAudit):
     def _share(
         self,
         server: Server,
-        plan: ClientPlan,
         signs: npt.NDArray[np.float64],
         length: float,
         make: Callable[[], NoiseSource],
     ) -> None:
-        total = np.zeros(self._basis.numbers)
-        names = [f"canary-{number:06d}" for number in range(self._honest or 0)]
-        for number in range(len(names)):
-            sign = float(signs[number]) if number < len(signs) else 0.0
-            own = self._basis.nobody if sign == 0.0 else self._basis.update(number, sign * length)
-            sent = clip_and_share(own, self._start, plan, Normals(make()))
-            total += update_vector(sent, self._start)
-        shapes = {name: block.shape for name, block in sorted(self._basis.nobody.blocks.items())}
-        server.aggregator.authorize_sum(names)
-        server.aggregator.finish_sum(names, vector_blocks(total, shapes))
+        padded = np.pad(signs, (0, (self._honest or 0) - len(signs))).tolist()
+        updates = (
+            self._basis.nobody if sign == 0.0 else self._basis.update(number, sign * length)
+            for number, sign in enumerate(padded)
+        )
+        open_shares(server, self._start, updates, make)
 
     def _afford(self, steps: int) -> int:
         """Return the canaries whose updates one attack clips and sums in bounded time."""

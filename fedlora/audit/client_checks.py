@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fedlora.aggregation import clip_and_share
 from fedlora.aggregation.client_privacy import ClientMetric
-from fedlora.aggregation.secagg_blocks import update_vector, vector_blocks
 from fedlora.audit.canaries import OVERSHOOT
-from fedlora.audit.client import Normals, Server, open_server
+from fedlora.audit.client import Server, open_server, open_shares
 from fedlora.audit.client_canaries import CanaryClients, Float64
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import TooFewRepliesError
@@ -70,13 +68,8 @@ class _Probe:
                 aggregator.add(f"check-{number:03d}", update)
             aggregator.finish()
         else:
-            updates = updates + [self.canaries.nobody] * (self.honest - len(updates))
-            sent = [clip_and_share(one, self.start, plan, Normals(noise)) for one in updates]
-            total = sum((update_vector(one, self.start).astype(np.float64) for one in sent), np.zeros(1))
-            shapes = {name: block.shape for name, block in sorted(self.canaries.nobody.blocks.items())}
-            names = [f"check-{number:03d}" for number in range(len(sent))]
-            aggregator.authorize_sum(names)
-            aggregator.finish_sum(names, vector_blocks(total, shapes))
+            everybody = updates + [self.canaries.nobody] * (self.honest - len(updates))
+            open_shares(server, self.start, everybody, lambda: noise)
         return {name: np.asarray(block) * plan.expected_clients for name, block in server.mode.heard.items()}
 
 

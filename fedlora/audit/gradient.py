@@ -12,7 +12,6 @@ Source: Nasr et al., "Tight Auditing of Differentially Private Machine Learning"
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -20,9 +19,7 @@ import numpy.typing as npt
 
 from fedlora.audit.canaries import CanaryBasis, Chosen, canary_basis, overshoot
 from fedlora.audit.canary_audit import Attack, CanaryAudit
-from fedlora.audit.faults import ScaledNoise
-from fedlora.audit.planning import Plan, Question, make_plan, score_step
-from fedlora.config.resolve import total_steps
+from fedlora.audit.planning import Plan, Strengths, score_step
 from fedlora.config.schema import RecordPrivacy
 from fedlora.errors import UnsupportedCombinationError
 from fedlora.mechanisms.base import LocalState, Mechanism
@@ -68,43 +65,20 @@ class GradientAudit(CanaryAudit):
                 f"audit: gradient canaries attack record-level noise; got privacy.unit {privacy.unit}; "
                 "use --attack client for client-level noise, --attack loss without privacy"
             )
-        super().__init__(bench, privacy, confidence=confidence)
-        self._privacy, self._noise, self._canaries = privacy, noise, canaries
+        super().__init__(bench, privacy, canaries=canaries, confidence=confidence, noise=noise)
         self._mechanism: Mechanism = bench.mechanism
-        self._paired = privacy.adjacency == "replace_one"
+        self._rate, self._reach = self._mechanism.privacy.sample_rate, overshoot(self._mechanism)
         self._basis: CanaryBasis = canary_basis(
             self._mechanism, self._open(1), limit=canaries, seed=bench.config.run.seed
         )
 
-    def plan(self) -> Plan:
-        """Choose steps and thresholds from simulated attacks on faulty mechanisms."""
-        return make_plan(
-            Question(
-                strengths=self._strengths(),
-                claim=self.claim,
-                afford=self._afford,
-                sample_rate=self._mechanism.privacy.sample_rate,
-                delta=self._privacy.target_delta,
-                confidence=self._confidence,
-                paired=self._paired,
-                most_steps=total_steps(self._bench.config),
-                overshoot=overshoot(self._mechanism),
-            )
-        )
-
     def attack(self, plan: Plan, noise: Callable[[], NoiseSource] | None = None) -> Attack:
-        """Run the mechanism's own clip and noise on canaries and score the releases.
-
-        Args:
-            plan: steps and thresholds.
-            noise: makes each client's noise source.
-        """
-        rate = self._mechanism.privacy.sample_rate
+        """Run the mechanism's own clip and noise on canaries and score the releases; arguments as in the base."""
         clients = max(1, self._affordable(plan.steps) // self._basis.size)
         count = clients * self._basis.size
         coins = OsCoins()
         truth = (coins.words(count) >> np.uint64(63)).astype(bool)
-        sampler = PoissonSampler(count, rate, coins)
+        sampler = PoissonSampler(count, self._rate, coins)
         state, score = self._open(clients), np.zeros(count)
         for _ in range(plan.steps):
             if self._mechanism.coordinates.kind == "projected":
@@ -113,19 +87,15 @@ class GradientAudit(CanaryAudit):
             update = self._release(ready, sampler.draw(), truth, noise or self._noise)
             statistic, strength = self._basis.filtered(ready, update)
             score += score_step(
-                statistic.numpy().reshape(-1), strength.numpy().reshape(-1), rate, self._paired
+                statistic.numpy().reshape(-1), strength.numpy().reshape(-1), self._rate, self._paired
             )
         return Attack(score, truth)
-
-    def halved(self, plan: Plan) -> Attack:
-        """Attack the same mechanism with half the noise."""
-        return self.attack(plan, partial(ScaledNoise, 0.5, self._noise()))
 
     def adversary(self) -> tuple[str, str]:
         """Return what the attacker sees, and the sampling assumption."""
         return (
             "sees every noised release of the attacked steps, knows all records but the canary's coin",
-            f"Poisson, rate {self._mechanism.privacy.sample_rate:g}",
+            f"Poisson, rate {self._rate:g}",
         )
 
     # -- one step ---------------------------------------------------------------------------------
@@ -158,7 +128,7 @@ class GradientAudit(CanaryAudit):
 
     def _afford(self, steps: int) -> int:
         """Return the canaries for which the dense gradients of one attack stay in bounds."""
-        share = (1.0 if self._paired else 0.5) * self._mechanism.privacy.sample_rate
+        share = (1.0 if self._paired else 0.5) * self._rate
         dense = share * steps * self._numbers_per_canary()
         return int(
             min(self._canaries, max(self._basis.size // 8, _DENSE_NUMBERS * self._canaries / dense, 200))
@@ -180,7 +150,7 @@ class GradientAudit(CanaryAudit):
             )
         return wanted
 
-    def _strengths(self) -> Callable[[np.random.Generator, int], npt.NDArray[np.float64]]:
+    def _strengths(self) -> Strengths:
         """Return draws of the signal-to-noise ratio, measured on the canaries under fresh projections."""
         if self._mechanism.coordinates.kind != "projected":
             values = self._strengths_once()

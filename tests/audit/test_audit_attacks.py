@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from fedlora.audit import membership
 from fedlora.audit.canaries import Chosen, canary_basis
-from fedlora.audit.gradient import GradientAudit, ScaledNoise
+from fedlora.audit.faults import ScaledNoise
+from fedlora.audit.gradient import GradientAudit
 from fedlora.audit.verdict import Verdict, judge, require_passed, write_verdict
 from fedlora.config import save_resolved
 from fedlora.errors import AuditFailedError, SensitivityMismatchError, UnsupportedCombinationError

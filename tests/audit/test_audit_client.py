@@ -17,7 +17,8 @@ from fedlora.aggregation.client_privacy import ClientMetric, ClientRelease
 from fedlora.audit.client import ClientAudit
 from fedlora.audit.client_canaries import CanaryClients
 from fedlora.audit.client_checks import run_client_checks
-from fedlora.audit.gradient import GradientAudit, ScaledNoise
+from fedlora.audit.faults import ScaledNoise
+from fedlora.audit.gradient import GradientAudit
 from fedlora.config import save_resolved
 from fedlora.errors import AggregationError, AuditFailedError, UnsupportedCombinationError
 from fedlora.mechanisms.noise import OsNoise
