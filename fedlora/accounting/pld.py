@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -228,16 +228,32 @@ def _read_epsilon(
     """
     (full, sampled), interval = plan
     sign = 1.0 if pessimistic else -1.0
+
+    def read(factor: float) -> float:
+        composed = _composed(full, sampled, interval * factor, adjacency, pessimistic)
+        return max(tilted.epsilon(laws, interval * factor, delta, sign=sign) for laws in composed)
+
+    value, factor = on_a_grid_that_fits(read)
+    return value, interval * factor
+
+
+def on_a_grid_that_fits(read: Callable[[float], float]) -> tuple[float, float]:
+    """Read a composition on the first of some coarser grids whose window fits.
+
+    Args:
+      read: factor on the interval to the value read.
+
+    Returns:
+      The value and its factor; NaN and 1 where the arithmetic ends or nothing fits.
+    """
     for factor in COARSER:
         try:
-            composed = _composed(full, sampled, interval * factor, adjacency, pessimistic)
-            found = max(tilted.epsilon(laws, interval * factor, delta, sign=sign) for laws in composed)
-            return found, interval * factor
+            return read(factor), factor
         except MemoryError:
             continue
         except FAILURES:
             break
-    return math.nan, interval
+    return math.nan, 1.0
 
 
 def choose_interval_changed(before: tuple[Any, float], after: tuple[Any, float] | None) -> bool:
@@ -260,16 +276,13 @@ def delta(parts: Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -
     if plan is None:
         return None
     (full, sampled), interval = plan
-    for factor in COARSER:
-        try:
-            composed = _composed(full, sampled, interval * factor, adjacency, True)
-            value = max(tilted.delta(laws, interval * factor, epsilon_at) for laws in composed)
-        except MemoryError:
-            continue
-        except FAILURES:
-            return None
-        return None if math.isnan(value) else min(1.0, max(0.0, value) + SMALLEST_DELTA)
-    return None
+
+    def read(factor: float) -> float:
+        composed = _composed(full, sampled, interval * factor, adjacency, True)
+        return max(tilted.delta(laws, interval * factor, epsilon_at) for laws in composed)
+
+    value, _ = on_a_grid_that_fits(read)
+    return None if math.isnan(value) else min(1.0, max(0.0, value) + SMALLEST_DELTA)
 
 
 class _quiet:

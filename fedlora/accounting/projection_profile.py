@@ -279,18 +279,15 @@ def epsilon(
 
 def _read(parts: pld.Parts, adjacency: Adjacency, guess: float, coarse: float, delta: float) -> float | None:
     """The bound on the first grid whose composed window fits."""
-    for factor in pld.COARSER:
+
+    def read(factor: float) -> float:
         found = _settled(parts, adjacency, guess, coarse * factor)
         if found is None:
-            return None
-        try:
-            value = max(tilted.epsilon(laws, found.interval, delta) for laws in found.laws)
-        except MemoryError:
-            continue
-        except pld.FAILURES:
-            return None
-        return None if math.isnan(value) else max(0.0, value)
-    return None
+            return math.nan
+        return max(tilted.epsilon(laws, found.interval, delta) for laws in found.laws)
+
+    value, _ = pld.on_a_grid_that_fits(read)
+    return None if math.isnan(value) else max(0.0, value)
 
 
 def delta(parts: pld.Parts, epsilon_at: float, adjacency: Adjacency, rough: float) -> float | None:
@@ -333,10 +330,9 @@ def _compose(parts: pld.Parts, interval: float, adjacency: Adjacency) -> _Compos
     steps = []
     for event, count in parts:
         if isinstance(event, NoisyProjectionEvent):
-            found = distribution(event, interval, adjacency)
-            if found is None:
+            laws = distribution(event, interval, adjacency)
+            if laws is None:
                 return None
-            laws = found
         else:
             sigma, rate = pld.envelope(event) or (0.0, 1.0)
             if not sigma > 0.0 or pld.loss_range(sigma, rate, adjacency) / interval > 10.0 * _LARGEST_GRID:

@@ -77,10 +77,8 @@ def _by_secants(
     bracket is halved instead, or its missing end is looked for.
     """
     x, points = start, dict[float, float]()
-    low, good = (
-        0.0,
-        None,
-    )  # the largest value seen beyond the target, the smallest one that met it with its epsilon
+    low = 0.0  # the largest value seen beyond the target
+    good: tuple[float, float] | None = None  # the smallest one that met it, with its epsilon
     for _ in range(turns):
         value = full(x)
         drawn = 0.0 < value < math.inf

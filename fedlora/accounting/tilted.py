@@ -138,12 +138,11 @@ class _Window:
         ahead = self.losses[start:] - epsilon
         with np.errstate(under="ignore"):
             weights = self.entries[start:] * np.exp(-self.tilt * ahead)
-            plain, tilted = float(np.sum(weights)), float(weights @ np.exp(-ahead))
+            tilted = float(weights @ np.exp(-ahead))
         scale = math.exp(min(700.0, self.log_scale - self.tilt * (epsilon - self.centre)))
         spread = min(float(ahead.size), 1.0 + 1.0 / -math.expm1(-min(50.0, self.tilt * self.interval)))
         error = scale * self.noise * spread + self.above
         value = scale * max(0.0, float(weights @ -np.expm1(-ahead)))
-        del plain
         return value * (1.0 + sign * self.relative) + sign * error, scale * tilted
 
 

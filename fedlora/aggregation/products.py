@@ -42,11 +42,13 @@ STACK_RANK: Final = 512
 class _Merged:
     """One module's running sum of products: a sketch, and factors as they came (float32) that wait to be merged."""
 
+    module: str
     sketch: ProductSketch
     weight: float = 0.0
     waiting: list[tuple[AdapterPayload, float]] = field(default_factory=list)
 
-    def add(self, payload: AdapterPayload, module: str, weight: float) -> None:
+    def add(self, payload: AdapterPayload, weight: float) -> None:
+        module = self.module
         blocks = {
             name: payload.blocks[name] for name in (block_name(module, LORA_A), block_name(module, LORA_B))
         }
@@ -54,17 +56,17 @@ class _Merged:
         self.waiting.append((one, weight))
         self.weight += weight
         if sum(one.modules[module].rank for one, _ in self.waiting) >= max(self.sketch.max_rank, 32):
-            self.flush(module)
+            self.flush()
 
-    def flush(self, module: str) -> None:
+    def flush(self) -> None:
         if self.waiting:
-            pairs = [(pair_of(one, module), weight) for one, weight in self.waiting]
+            pairs = [(pair_of(one, self.module), weight) for one, weight in self.waiting]
             self.waiting = []
             left = torch.cat([pair.left * weight for pair, weight in pairs], dim=1)
             self.sketch = self.sketch.merge(left, torch.cat([pair.right for pair, _ in pairs], dim=0))
 
-    def mean(self, module: str) -> ProductSketch:
-        self.flush(module)
+    def mean(self) -> ProductSketch:
+        self.flush()
         return self.sketch.scaled(1.0 / self.weight)
 
 
@@ -113,8 +115,8 @@ class ProductMode:
                 cap = max(64, 8 * spec.rank) if self._max_rank is None else self._max_rank
                 cap = max(cap, self.current.modules[module].rank)
                 empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
-                self._merged[module] = _Merged(empty)
-            self._merged[module].add(payload, module, weight)
+                self._merged[module] = _Merged(module, empty)
+            self._merged[module].add(payload, weight)
         self._extra_sum.add(extras_of(payload), weight)
 
     def finish(self) -> Outcome:
@@ -127,7 +129,7 @@ class ProductMode:
             if module not in self._merged:
                 frames[module] = whole[module] = rank_frames(pair_of(current, module), spec.rank)[0]
                 continue
-            mean = self._merged[module].mean(module)
+            mean = self._merged[module].mean()
             best, dropped = rank_frames(Pair(mean.u * mean.s, mean.v.mT), spec.rank)
             lost += dropped**2
             bound += mean.error_bound
@@ -190,8 +192,8 @@ class StackMode(ProductMode):
                 limit = min(spec.out_features, spec.in_features)
                 cap = min(limit, STACK_RANK if self._max_rank is None else self._max_rank)
                 empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
-                self._merged[module] = _Merged(empty)
-            self._merged[module].add(payload, module, weight)
+                self._merged[module] = _Merged(module, empty)
+            self._merged[module].add(payload, weight)
         self._extra_sum.add(extras_of(payload), weight)
 
 
@@ -236,7 +238,7 @@ class FactorMean(ProductMode):
             if module not in self._merged:
                 pairs[module] = pair_of(current, module)
                 continue
-            mean = self._merged[module].mean(module)
+            mean = self._merged[module].mean()
             weight = self._merged[module].weight
             left, right = (block / weight for block in self._pairs[module])
             pairs[module] = Pair(left, right)
