@@ -15,7 +15,7 @@ class Unreachable(Exception):
 
 
 _TURNS = 7
-_ROUGH_TURNS = 14
+_ROUGH_TURNS = 30
 _GRID_NOISE = 0.005
 """A discretised bound moves by steps of this size; a private value that near to the target is as good as it gets."""
 
@@ -79,7 +79,7 @@ def _by_secants(
     x, points = start, dict[float, float]()
     low = 0.0  # the largest value seen beyond the target
     good: tuple[float, float] | None = None  # the smallest one that met it, with its epsilon
-    for _ in range(turns):
+    for turn in range(turns):
         value = full(x)
         drawn = 0.0 < value < math.inf
         if drawn:
@@ -93,7 +93,7 @@ def _by_secants(
                 return x
         else:
             low = max(low, x)
-        x = min(max(_next(root, low, good, width), limits[0]), limits[1])
+        x = min(max(_next(root, low, good, width, turn), limits[0]), limits[1])
     if good is None:
         return None
     return good[0] if good[1] >= (1.0 - _GRID_NOISE) * target or good[0] <= low * (1.0 + width) else None
@@ -103,14 +103,14 @@ def _bounded(step: float) -> float:
     return max(-3.0, min(3.0, step))
 
 
-def _next(root: float | None, low: float, good: tuple[float, float] | None, width: float) -> float:
+def _next(root: float | None, low: float, good: tuple[float, float] | None, width: float, turn: int) -> float:
     """The point beyond the estimated root inside the bracket; without an estimate its middle or a step outwards."""
     inside = root is not None and root >= low and (good is None or root * (1.0 + 0.3 * width) < good[0])
     if root is not None and inside:
         return max(root, low) * (1.0 + 0.3 * width)
     if good is None:
         return 2.0 * low
-    return math.sqrt(low * good[0]) if low > 0.0 else 0.5 * good[0]
+    return math.sqrt(low * good[0]) if low > 0.0 else good[0] / (1.0 + min(1.0, 2.0 * width * 4.0**turn))
 
 
 def _slope(points: dict[float, float], guide: Callable[[float], float], x: float) -> float | None:

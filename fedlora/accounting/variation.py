@@ -1,9 +1,10 @@
 """Total variation of a composition: with delta at or above it, epsilon is 0 without any distribution.
 
-Total variation is the divergence at epsilon 0. It adds up under adaptive composition, is multiplied by the rate under
-Poisson sampling (the two mixtures share the component without the record), and for two Gaussians at squared distance mu
-it is 2 Phi(sqrt(mu) / 2) - 1, which is concave in mu: for a noisy projection the mean of mu, at most the largest
-kappa^2 r / d under one clip and their sum under separate clips, may take its place (Jensen's inequality).
+Total variation is the divergence at epsilon 0. Under adaptive composition it is at most 1 - prod (1 - TV) of the steps
+(maximal couplings, one after the other). Poisson sampling multiplies it by the rate (the two mixtures share the
+component without the record). For two Gaussians at squared distance mu it is 2 Phi(sqrt(mu) / 2) - 1, which is concave
+in mu: for a noisy projection the mean of mu, at most the largest kappa^2 r / d under one clip and their sum under
+separate clips, may take its place (Jensen's inequality).
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def total_variation(parts: pld.Parts, adjacency: Adjacency) -> float:
       adjacency: neighbouring relation.
     """
     gain = 4.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
-    total = sum(count * _step(event, gain) for event, count in parts)
+    steps = [(_step(event, gain), count) for event, count in parts]
+    if any(one >= 1.0 for one, _ in steps):
+        return 1.0
+    total = -math.expm1(sum(count * math.log1p(-one) for one, count in steps))
     return min(1.0, total * (1.0 + 1e-12))
 
 

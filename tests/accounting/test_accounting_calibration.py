@@ -114,3 +114,32 @@ def test_solving_returns_the_safe_side() -> None:
     assert acct.solve_parameter(lambda x: x <= 0.3, 1e-6, 1.0) <= 0.3
     assert acct.solve_parameter(lambda x: x >= 2.0, 100.0, 0.1) >= 2.0
     assert acct.solve_parameter(lambda _: True, 1.0, 2.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("target", "delta", "rate", "steps"),
+    [(0.01, 0.1, 0.5, 100), (1000.0, 0.1, 0.01, 10), (0.01, 1e-5, 1e-6, 1), (1000.0, 0.1, 0.0105, 10)],
+)
+def test_a_delta_near_the_total_variation_needs_few_evaluations(
+    monkeypatch: pytest.MonkeyPatch, target: float, delta: float, rate: float, steps: int
+) -> None:
+    """There epsilon jumps to 0 and has no slope; the search must neither crawl nor give up accuracy."""
+    from fedlora.accounting import accountant
+
+    def make(sigma: float) -> acct.Event:
+        return acct.PoissonGaussianEvent(sigma, rate).times(steps)
+
+    calls = {"full": 0, "coarse": 0}
+    real = accountant.epsilon_of
+
+    def counted(*args: object, **terms: float) -> acct.EpsilonReport:
+        calls["full" if terms.get("coarse", 1.0) == 1.0 else "coarse"] += 1
+        return real(*args, **terms)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(accountant, "epsilon_of", counted)
+    sigma = acct.calibrate_noise_multiplier(make, target, delta)
+    assert calls["full"] <= 4
+    assert calls["coarse"] <= 40
+    assert acct.epsilon_of(make(sigma), delta).epsilon <= target
+    if sigma > 1e-6:
+        assert acct.epsilon_of(make(sigma * 0.999), delta).epsilon > target
