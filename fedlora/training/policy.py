@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedlora.adapters.heads import covered
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
 from fedlora.errors import PolicyRefusedError
+from fedlora.wire.payload import AdapterLayout
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Policy:
         allow_client_unit: serve client-level privacy whose noise is added elsewhere.
         allow_seeded_noise: serve the test-only noise source; never in a deployment.
         allow_remote_code: serve models that bring their own Python code.
+        target_modules: module names that may be trained; empty allows any.
     """
 
     mechanisms: frozenset[str] | None = None
@@ -34,6 +40,7 @@ class Policy:
     allow_client_unit: bool = False
     allow_seeded_noise: bool = False
     allow_remote_code: bool = False
+    target_modules: frozenset[str] = frozenset()
 
     @classmethod
     def simulation(cls) -> Policy:
@@ -116,22 +123,43 @@ class Policy:
                 f"policy.base_fingerprints: base model {fingerprint[:16]} is not allowed here; add it to the list"
             )
 
-    def check_layers(self, config: FedLoraConfig, layers: int) -> None:
-        """Check the noise of a mechanism that clips each layer alone: jointly it is sigma / sqrt(layers).
+    def check_joint_noise(self, config: FedLoraConfig, parts: Sequence[float]) -> None:
+        """Check the noise of what is clipped in parts: several Gaussian releases of one step are one with less noise.
 
         Args:
             config: the run's configuration.
-            layers: parts that are clipped alone; 1 where one clip covers everything.
+            parts: noise multiplier of each part that is clipped alone; jointly 1 / sqrt(sum of 1 / sigma^2).
 
         Raises:
             PolicyRefusedError: if the joint release has less noise than this site asks for.
         """
         low, privacy = self.min_noise_multiplier, config.privacy
-        if low is None or layers <= 1 or isinstance(privacy, NoPrivacy) or privacy.unit != "record":
+        if low is None or len(parts) <= 1 or isinstance(privacy, NoPrivacy) or privacy.unit != "record":
             return
-        joint = (privacy.noise_multiplier or 0.0) / math.sqrt(layers)
+        joint = 1.0 / math.sqrt(sum(1.0 / sigma**2 for sigma in parts))
         if not (joint >= low):
+            each = ", ".join(sorted({f"{sigma:.4g}" for sigma in parts}))
             raise PolicyRefusedError(
-                f"policy.min_noise_multiplier: {layers} layers are clipped alone, so {privacy.noise_multiplier} is "
+                f"policy.min_noise_multiplier: {len(parts)} parts are clipped alone with noise {each}, which is "
                 f"{joint:.4g} for their joint release; this site allows {low} or more"
+            )
+
+    def check_trained(self, layout: AdapterLayout) -> None:
+        """Check what a model's adapter would train, a head that it found by itself included.
+
+        Raises:
+            PolicyRefusedError: naming a module that is not on the list.
+        """
+        allowed = self.target_modules
+        if not allowed:
+            return
+        extra = {name.partition("|")[0] for name in layout.extra}
+        beyond = [name for name in sorted(extra) if not covered(name, allowed)]
+        if ALL_LINEAR not in allowed:
+            beyond += [name for name in layout.modules if not covered(name, allowed)]
+        if beyond:
+            raise PolicyRefusedError(
+                f"policy.target_modules: the run would train {beyond[0]}"
+                + (f" and {len(beyond) - 1} more" if len(beyond) > 1 else "")
+                + f"; allowed {', '.join(sorted(allowed))}"
             )

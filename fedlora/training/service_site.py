@@ -46,14 +46,12 @@ class SiteRules(Policy):
 
     Attributes:
         units: privacy units that may be asked for.
-        target_modules: module names that may be adapted; empty allows any.
         max_sample_rate: largest sampling rate.
         group_by: the site's own person column; a run must be accounted per person exactly where it is set.
         max_records_per_group: the site's bound per person; a run must account for at least as many.
     """
 
     units: frozenset[str] = frozenset({"record"})
-    target_modules: frozenset[str] = frozenset()
     max_sample_rate: float = 1.0
     group_by: str | None = None
     max_records_per_group: int = 1
@@ -101,8 +99,8 @@ class SiteRules(Policy):
         if not self.target_modules:
             return
         wanted = config.adapter.target_modules
-        asked = {wanted} if isinstance(wanted, str) else {*wanted, *config.adapter.modules_to_save}
-        extra = sorted(asked - self.target_modules)
+        asked = {wanted} if isinstance(wanted, str) else set(wanted)
+        extra = sorted((asked | set(config.adapter.modules_to_save)) - self.target_modules)
         if extra:
             raise PolicyRefusedError(
                 f"policy.target_modules: asked for {', '.join(extra)}; allowed {', '.join(sorted(self.target_modules))}"

@@ -13,10 +13,17 @@ from fedlora.adapters.models import LoadedBase, load_base
 from fedlora.aggregation.client_privacy import client_event
 from fedlora.config import config_container, config_from_container
 from fedlora.config.resolve import check_derived, config_hash
-from fedlora.config.schema import ClientPrivacy, FedLoraConfig, LoraFaMechanism, NoPrivacy
+from fedlora.config.schema import (
+    ClientPrivacy,
+    FedLoraConfig,
+    LoraFaMechanism,
+    NoisyProjectionMechanism,
+    NoPrivacy,
+)
 from fedlora.data import Task, build_task
 from fedlora.errors import ConfigError, LayoutMismatchError, StaleRoundError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
+from fedlora.mechanisms.projection_rules import head_figures
 from fedlora.training.charging import charged_event
 from fedlora.training.groups import start_heads_at_typical_size
 from fedlora.training.requests import RoundRequest
@@ -113,11 +120,16 @@ def step_event(config: FedLoraConfig, layout: AdapterLayout) -> Event:
     return charged_event(config, build_mechanism(config, layout).step_event())
 
 
-def layers_alone(bench: Workbench) -> int:
-    """Return how many layers are clipped alone; 1 where one clip covers everything."""
-    metric = bench.mechanism.metric
-    alone = metric.per_layer and isinstance(bench.config.mechanism, LoraFaMechanism)
-    return len(set(metric.group_of.values())) if alone else 1
+def noise_alone(bench: Workbench) -> tuple[float, ...]:
+    """Return the noise multiplier of each part that one step clips alone; one part where one clip covers everything."""
+    privacy, mechanism = bench.config.privacy, bench.config.mechanism
+    if isinstance(privacy, NoPrivacy) or privacy.noise_multiplier is None:
+        return ()
+    if isinstance(mechanism, LoraFaMechanism) and bench.mechanism.metric.per_layer:
+        return (privacy.noise_multiplier,) * len(set(bench.mechanism.metric.group_of.values()))
+    if isinstance(mechanism, NoisyProjectionMechanism) and bench.layout.extra:
+        return (privacy.noise_multiplier, head_figures(mechanism)[1])
+    return (privacy.noise_multiplier,)
 
 
 def check_claims(bench: Workbench) -> None:

@@ -50,7 +50,7 @@ from fedlora.training.session import (
     check_claims,
     check_clients,
     check_request,
-    layers_alone,
+    noise_alone,
     read_config,
     same_container,
 )
@@ -232,7 +232,8 @@ class Trainer:
             self._session, self._unfit = None, {}
             bench = build_workbench(config)
             self._policy.check_base(bench.base.fingerprint)
-            self._policy.check_layers(config, layers_alone(bench))
+            self._policy.check_trained(bench.layout)
+            self._policy.check_joint_noise(config, noise_alone(bench))
             check_claims(bench)
             if isinstance(config.privacy, RecordPrivacy):
                 require_selfchecks(bench)

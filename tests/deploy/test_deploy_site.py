@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from deploy_helpers import RUN, SITE, write_rows
+from deploy_helpers import RUN, SITE, write_model, write_rows
 
 from fedlora.cli.keyring import new_identity_key
 from fedlora.config import FedLoraConfig, config_from_container
+from fedlora.config.resolve import config_hash
 from fedlora.config.trainer import load_trainer
 from fedlora.errors import AuthenticationError, DataError, PolicyRefusedError
 from fedlora.training.service_site import SiteRules, SiteShelf, build_site, site_signer
+from fedlora.training.session import build_workbench, noise_alone
 
 
 def run_config(**changes: Any) -> FedLoraConfig:
@@ -79,6 +81,11 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
         {"adapter__target_modules": "all-linear"},
         "target_modules",
     ),
+    "a whole part of the model beside all linear layers": (
+        ["policy.target_modules=[all-linear]"],
+        {"adapter__target_modules": "all-linear", "adapter__modules_to_save": ["encoder", "classifier"]},
+        "encoder",
+    ),
     "a higher rate": (["policy.max_sample_rate=0.1"], {}, "max_sample_rate"),
     "a model's own code": ([], {"model__trust_remote_code": True}, "remote"),
     "per person here, per record there": (["data.group_by=user", "budget.unit=person"], {}, "group_by"),
@@ -102,6 +109,52 @@ def test_steps_and_base_models_are_bounded(site: Path) -> None:
     strict.check_base("a" * 64)
     with pytest.raises(PolicyRefusedError, match="base"):
         strict.check_base("b" * 64)
+
+
+PROJECTION = {"kind": "noisy_projection", "projection_source": "client", "head_max_grad_norm": 1.0}
+UNSEEN: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "a head that the model finds by itself": (
+        ["policy.target_modules=[query,value]"],
+        {"adapter__modules_to_save": []},
+        "would train classifier",
+    ),
+    "a head with little noise of its own": (
+        ["policy.mechanisms=[noisy_projection]"],
+        {
+            "mechanism": {**PROJECTION, "head_noise_multiplier": 0.1},
+            "federation__aggregation": {"kind": "product"},
+        },
+        "joint release",
+    ),
+    "layers clipped alone": ([], {"mechanism": {"kind": "lora_fa", "per_layer_clip": True}}, "joint release"),
+}
+
+
+@pytest.mark.parametrize("name", list(UNSEEN))
+def test_what_only_the_loaded_model_shows_is_refused_before_a_record_is_read(
+    site: Path, tmp_path: Path, name: str
+) -> None:
+    overrides, changes, word = UNSEEN[name]
+    config = run_config(model__name_or_path=str(write_model(tmp_path / "model")), **changes)
+    built = build_site(load_trainer(site, overrides).config, site)
+    (tmp_path / "records.jsonl").unlink()
+    with pytest.raises(PolicyRefusedError, match=word):
+        built.trainer.prepare(config, config_hash(config))
+    built.ledger.close()
+
+
+def test_a_head_with_enough_noise_and_a_named_head_are_served(site: Path, tmp_path: Path) -> None:
+    config = run_config(
+        model__name_or_path=str(write_model(tmp_path / "model")),
+        mechanism={**PROJECTION, "head_noise_multiplier": 4.0},
+        federation__aggregation={"kind": "product"},
+    )
+    overrides = ["policy.mechanisms=[noisy_projection]", "policy.target_modules=[query,value,classifier]"]
+    built = build_site(load_trainer(site, overrides).config, site)
+    bench = build_workbench(config)
+    rules(site, *overrides).check_trained(bench.layout)
+    rules(site, *overrides).check_joint_noise(config, noise_alone(bench))
+    built.ledger.close()
 
 
 class Rows(list[dict[str, Any]]):
