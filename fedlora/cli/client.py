@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 
 GAVE_UP = "SuperNode terminated gracefully"
-"""All that Flower 1.42's SuperNode says, before it was let in, when the server refuses its signature."""
+"""All that Flower 1.42's SuperNode says when the server refuses the signature of anything but a heartbeat."""
 BAD_SIGNATURE = (
     "the server refused the signature; compare this machine's clock with the server's, then the key"
 )
@@ -279,12 +279,14 @@ class _Life:
         """
         settings, now = self._settings, time.monotonic()
         error, self.reason = reason_of(self._seen)
-        if error is None and self._gave_up():
+        if error is None and self._gave_up() and not self._activated.is_set():
             error, self.reason = AuthenticationError, BAD_SIGNATURE
-        note_change(self.state, self._audit, "client down", "down", reason=self.reason, connected=False)
         if self._activated.is_set():
             self._reached = now
-            self._thrown_out = any(THROWN_OUT in line for line in self._seen)
+            self._thrown_out = any(THROWN_OUT in line for line in self._seen) or self._gave_up()
+            if error is None and self._thrown_out:
+                self.reason = BAD_SIGNATURE
+        note_change(self.state, self._audit, "client down", "down", reason=self.reason, connected=False)
         patient = self._is_patient(now)
         if error is not None and not patient:
             raise error(f"server {settings.superlink} refused {self._fingerprint}: {self.reason}")
@@ -298,9 +300,8 @@ class _Life:
         return pause
 
     def _gave_up(self) -> bool:
-        """Whether the SuperNode went by itself and without a word before the server had let it in."""
-        said = any(GAVE_UP in line for line in self._seen)
-        return said and self._alone and not self._activated.is_set()
+        """Whether the SuperNode went by itself and without a word: the server refused a signature."""
+        return self._alone and any(GAVE_UP in line for line in self._seen)
 
     def _is_patient(self, now: float) -> bool:
         """Whether a refusal may only mean that the server still thinks that an earlier SuperNode is there."""

@@ -119,11 +119,18 @@ def test_a_supernode_that_was_let_in_and_ends_is_started_again(
     assert len(started) == 4
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "httpx.HTTPStatusError: Client error '401 Unauthorized' for url '.../send-node-heartbeat'",
+        f"INFO :      {relay.GAVE_UP}.",
+    ],
+    ids=["at a heartbeat", "at a request for work"],
+)
 def test_h33_a_key_that_was_removed_under_a_running_node_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, said: str
 ) -> None:
     (tmp_path / relay.ACCEPTED_FILE).write_text("SHA256:x")
-    said = "httpx.HTTPStatusError: Client error '401 Unauthorized' for url '.../send-node-heartbeat'"
 
     def lives(number: int) -> tuple[float, list[str]]:
         if number == 0:

@@ -80,6 +80,7 @@ def test_h33_a_revoked_key_ends_the_client_in_one_line(story: Federation) -> Non
     assert process.returncode == AuthenticationError.exit_code, story.log("site-b")
     lines = [line for line in story.log("site-b").splitlines() if line.startswith("fedlora: ")]
     assert len(lines) == 1
+    assert story.log("site-b").count("does not know this key") == 1  # at once, not after a restart's grace
     audit = (story.root / "server-state" / "audit.jsonl").read_text()
     assert '"site removed"' in audit
 
