@@ -17,6 +17,7 @@ from torch import nn
 from fedlora.adapters.adapted import ADAPTER, AdaptedModel
 from fedlora.adapters.heads import find_head, parameter_leaves, refuse_coupling, refuse_tied, resolve_head
 from fedlora.adapters.recipe import ARecipe
+from fedlora.adapters.sizes import is_one_of, refuse_sizes
 from fedlora.adapters.spectral import RemovedPart, residual_fingerprint, split_base
 from fedlora.adapters.taps import Taps, extra_shapes, tap_extra, tap_lora
 from fedlora.config.schema import AdapterConfig
@@ -49,7 +50,8 @@ def inject(
         the factors, the residual in the base), everything frozen, taps attached.
 
     Raises:
-        ConfigError: if a rank or alpha pattern matches no layer (each listed with its count).
+        ConfigError: if a rank or alpha pattern matches no layer (each listed with its count), or a rank or scaling is
+            out of bounds.
         ModelError: if a target, a head or a trained layer is missing, tied or of a type without support.
     """
     if isinstance(base_model, PeftModel) or any(isinstance(m, LoraLayer) for m in base_model.modules()):
@@ -58,7 +60,7 @@ def inject(
         )
     refuse_coupling(base_model)
     head = () if config.freeze_head else resolve_head(base_model, config.modules_to_save)
-    chosen = {name: part for name, part in base_model.named_modules() if _is_one_of(name, head)}
+    chosen = {name: part for name, part in base_model.named_modules() if is_one_of(name, head)}
     leaves = {
         key: leaf for name, part in chosen.items() for key, leaf in parameter_leaves(name, part).items()
     }
@@ -68,13 +70,10 @@ def inject(
     return _lora(base_model, config, head, seed, fingerprint)
 
 
-def _is_one_of(name: str, chosen: tuple[str, ...]) -> bool:
-    return any(name == entry or name.endswith("." + entry) for entry in chosen)
-
-
 def _lora(
     base_model: nn.Module, config: AdapterConfig, head: tuple[str, ...], seed: int, fingerprint: str
 ) -> AdaptedModel:
+    refuse_sizes(base_model, config, head)
     peft_model = _peft(base_model, config, head)
     layers = _lora_layers(peft_model)
     if not layers and config.target_modules:
@@ -108,7 +107,7 @@ def _peft(base_model: Any, config: AdapterConfig, head: tuple[str, ...]) -> Peft
             "adapter: neither target_modules nor modules_to_save names a layer; name at least one"
         )
     transposed = any(
-        type(module).__name__ == "Conv1D" and (targets == "all-linear" or _is_one_of(name, tuple(targets)))
+        type(module).__name__ == "Conv1D" and (targets == "all-linear" or is_one_of(name, tuple(targets)))
         for name, module in base_model.named_modules()
     )
     alpha: Any = config.lora_alpha  # PEFT says int, and takes any number
@@ -170,7 +169,7 @@ def _spec(layer: Any) -> ModuleSpec:
 def _refuse_unmatched(config: AdapterConfig, names: list[str]) -> None:
     if isinstance(config.target_modules, str):
         return
-    lost = [entry for entry in config.target_modules if not any(_is_one_of(name, (entry,)) for name in names)]
+    lost = [entry for entry in config.target_modules if not any(is_one_of(name, (entry,)) for name in names)]
     if lost:
         raise ConfigError(
             f"adapter.target_modules: {lost} match no layer of this model",
@@ -213,7 +212,7 @@ def _full(
     """Train whole target matrices: they become trained leaves themselves."""
     if isinstance(config.target_modules, str):
         raise ConfigError("adapter.target_modules: all-linear is not offered for dp_sgd; name the modules")
-    targets = {name: part for name, part in model.named_modules() if _is_one_of(name, config.target_modules)}
+    targets = {name: part for name, part in model.named_modules() if is_one_of(name, config.target_modules)}
     _refuse_unmatched(config, list(targets))
     trained = targets | leaves
     refuse_tied(model, trained)

@@ -10,7 +10,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Delta = Annotated[float, Field(gt=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\w][\w.:@/+-]*$")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,12 @@ class View:
     def number(self, key: str, default: float | None = None) -> float | None:
         """Return the number at `key`, or None where it is no number (that is another problem)."""
         value = self(key, default)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        try:
+            return float(value)
+        except OverflowError:  # a whole number beyond floats; its own range says no
+            return math.inf if value > 0 else -math.inf
 
     def exceeds(self, larger: str, smaller: str) -> bool:
         """Return whether both are numbers and `larger` is above `smaller`."""

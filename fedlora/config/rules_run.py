@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Final
 
 from fedlora.addresses import host_and_port
 from fedlora.config.problems import Problem
 from fedlora.config.rule_view import Rule, View
+
+MOST_STEPS: Final = 10**12
+"""Most steps that the accountants take in one run of a client."""
 
 
 def federation_sizes(v: View) -> Iterator[Problem]:
@@ -25,6 +29,18 @@ def federation_sizes(v: View) -> Iterator[Problem]:
     if total is not None and replies is not None and replies > total:
         text = f"is above data.partition.clients ({total:.0f}); no round could ever finish"
         yield Problem("federation.min_replies", text)
+
+
+def steps_of_the_run(v: View) -> Iterator[Problem]:
+    """Rounds and local steps together stay countable: every step of a client is accounted."""
+    rounds = v.number("federation.rounds")
+    steps = v.number("training.steps_per_round")
+    if steps is None and (batch := v.number("training.expected_batch_size")):
+        records, epochs = v.number("training.nominal_records", 0), v.number("training.epochs_per_round", 1)
+        steps = (epochs or 1) * (records or 0) / batch
+    if rounds is not None and steps is not None and rounds * steps > MOST_STEPS:
+        text = f"with {steps:.3g} local steps a round gives {rounds * steps:.3g} steps; allowed are "
+        yield Problem("federation.rounds", f"{text}{MOST_STEPS:.0e} in all")
 
 
 def member_rules(v: View) -> Iterator[Problem]:
@@ -106,6 +122,7 @@ def server_address(v: View) -> Iterator[Problem]:
 
 RUN_RULES: tuple[Rule, ...] = (
     federation_sizes,
+    steps_of_the_run,
     member_rules,
     aggregation_keys,
     public_eval_choice,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlora.config.fields import Count, Name, Positive, Section
+from fedlora.config.fields import Count, Name, Positive, Section, Tokens
 
 
 class ModelConfig(Section):
@@ -26,7 +26,7 @@ class ModelConfig(Section):
     quantization: Literal["4bit", "8bit"] | None = None
     trust_remote_code: bool = False
     revision: str | None = None
-    num_labels: int | None = Field(default=None, ge=1)
+    num_labels: int | None = Field(default=None, ge=1, le=1_000_000)
     gradient_checkpointing: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -153,7 +153,7 @@ class PublicEvalConfig(Section):
     max_records: Count | None = None
     every_rounds: Count = 5
     answers: Literal["number", "exact"] | None = None
-    max_new_tokens: Count = 128
+    max_new_tokens: Tokens = 128
     early_stopping: EarlyStoppingConfig | None = None
 
 
@@ -165,7 +165,7 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     labels: tuple[str, ...] | None = None
     template: str | None = None
-    max_length: Count | None = None
+    max_length: Tokens | None = None
     partition: Partition | None = None
     public_eval: PublicEvalConfig | None = None
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)

@@ -49,6 +49,7 @@ def partition_rows(rows: Rows, partition: Partition | None, seed: int) -> dict[s
     Raises:
         DataError: if the column is missing or no client would have any record.
     """
+    _refuse_more_clients_than_records(partition, len(rows))
     generator = np.random.Generator(np.random.Philox(key=[seed % 2**64, _PARTITION_STREAM]))
     if partition is None:
         return {client_name(0): np.arange(len(rows), dtype=np.int64)}
@@ -60,6 +61,14 @@ def partition_rows(rows: Rows, partition: Partition | None, seed: int) -> dict[s
     if isinstance(partition, FilesPartition):
         return _by_value([rows.origin(place).source for place in range(len(rows))])
     return column_partition(rows.column(partition.column), partition)
+
+
+def _refuse_more_clients_than_records(partition: Partition | None, num_records: int) -> None:
+    asked = getattr(partition, "clients", None)
+    if asked is not None and asked > num_records and not isinstance(partition, ColumnPartition):
+        raise DataError(
+            f"data.partition.clients: got {asked} for {num_records} records; allowed is one client a record at most"
+        )
 
 
 def dirichlet_partition(

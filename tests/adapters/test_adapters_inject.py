@@ -225,3 +225,46 @@ def test_h24_a_second_injection_is_refused_and_taps_attach_once():
     before = layer.forward
     adapted.taps.attach(layer, lambda original: original)
     assert layer.forward is before
+
+
+@pytest.mark.parametrize("init", ["gaussian", "spectral"])
+@pytest.mark.parametrize(
+    ("family", "changes", "layer"),
+    [
+        ("llama", {"rank": 100_000}, "q_proj"),
+        ("llama", {"rank": 10**12}, "q_proj"),
+        ("llama", {"rank_pattern": {"q_proj": 10**12}}, "q_proj"),
+        ("bert", {"rank": 10**9, "target_modules": "all-linear"}, "query"),
+        ("gpt2", {"rank": 10**9}, "c_"),
+        ("llama", {"lora_alpha": 1e300}, "q_proj"),
+        ("llama", {"lora_alpha": 1e-300}, "q_proj"),
+        ("llama", {"alpha_pattern": {"q_proj": 1e38}}, "q_proj"),
+    ],
+)
+def test_absurd_ranks_and_scalings_are_refused_before_weights_are_allocated(
+    family, changes, layer, init, monkeypatch
+):
+    from fedlora.adapters import inject as module
+
+    monkeypatch.setattr(sys.modules[module.__module__], "get_peft_model", None)  # nothing may reach PEFT
+    with pytest.raises(ConfigError, match="out of bounds") as caught:
+        adapted_model(family, **{"init": init, **changes})
+    assert layer in caught.value.problems[0]
+    assert "allowed is" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_rank_of_a_layer_is_its_smaller_side(family):
+    layers = adapted_model(family).layout.modules.values()
+    most = min(min(spec.out_features, spec.in_features) for spec in layers)
+    assert all(
+        spec.rank == most
+        for spec in adapted_model(family, rank=most, rank_pattern={}).layout.modules.values()
+    )
+    with pytest.raises(ConfigError, match="out of bounds"):
+        adapted_model(family, rank=most + 1, rank_pattern={})
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ConfigError, match="no regular expression"):
+        adapted_model("llama", rank_pattern={"*": 2})

@@ -66,6 +66,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "adapter.modules_to_save",
         "set []",
     ),
+    "more steps than can be accounted": (
+        {"federation__rounds": 10**7, "training__steps_per_round": 10**7},
+        "federation.rounds",
+        "1e+12 in all",
+    ),
     "both noise keys": ({"privacy__noise_multiplier": 1.0}, "privacy.target_epsilon", "keep one"),
     "no noise key": ({"privacy__target_epsilon": ...}, "privacy.target_epsilon", "one of the two"),
     "mechanism none": ({"mechanism": {"kind": "none"}}, "mechanism.kind", "lora_fa"),
