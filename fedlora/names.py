@@ -46,6 +46,9 @@ ENV_TRAINER_SOCKET: Final = "FEDLORA_TRAINER_SOCKET"
 ENV_TRAINER_TOKEN: Final = "FEDLORA_TRAINER_TOKEN_FILE"  # noqa: S105 (the name of a variable)
 ENV_ROSTER: Final = "FEDLORA_ROSTER_FILE"
 
+RUN_FOLDER_UNWRITABLE: Final = "the run folder cannot be written"
+"""Begins the message of a run that could not even write why it ended; it travels as Flower's text only."""
+
 
 def block_name(module: str, block: str) -> str:
     """Return the payload name of one block of one module.

@@ -55,11 +55,14 @@ def run(grid: Grid, settings: ServerSettings) -> RunResult:
 
     Raises:
         FedLoraError: whatever ends the run early; the run folder then says "failed" and why.
+        FileAccessError: the same where the run folder cannot even say that.
     """
     try:
         return _run(grid, settings)
     except Exception as error:
-        record_failure(settings.folder, error)
+        worse = record_failure(settings.folder, error)
+        if worse is not None:
+            raise worse from error
         raise
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.config.schema import ClientPrivacy
-from fedlora.errors import FedLoraError
+from fedlora.errors import FedLoraError, FileAccessError
+from fedlora.names import RUN_FOLDER_UNWRITABLE
 from fedlora.simulation.overlap import find_sharing
 from fedlora.simulation.prepare import make_federation
 from fedlora.simulation.run import open_clients_ledger
@@ -66,10 +67,13 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     return result
 
 
-def record_failure(folder: Path, error: BaseException) -> None:
+def record_failure(folder: Path, error: BaseException) -> FileAccessError | None:
     """Write what ended a run, before its first round or later, as `summary.json`: class, message, exit code.
 
     A foreign error's message may quote anything, so of it only class and place are kept.
+
+    Returns:
+        None, or where the file cannot be written (a full disk) an error that tells this and what ended the run.
     """
     known = isinstance(error, FedLoraError)
     record = {
@@ -80,8 +84,10 @@ def record_failure(folder: Path, error: BaseException) -> None:
     }
     try:
         RunFolder(folder).write_json("summary.json", record)
-    except OSError as problem:
-        _LOG.error("summary.json: cannot be written (%s)", problem.strerror)
+    except (OSError, FileAccessError) as problem:
+        _LOG.error("summary.json: cannot be written (%s)", problem)
+        return FileAccessError(f"{RUN_FOLDER_UNWRITABLE}: {record['message']}")
+    return None
 
 
 def add_clients_ledger(result: RunResult, settings: ServerSettings) -> RunResult:

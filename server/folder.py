@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ import fedlora
 from fedlora.cli.common import JsonLines
 from fedlora.config import config_container
 from fedlora.config.schema import FedLoraConfig
+from fedlora.errors import FileAccessError
 from fedlora.ledger import Ledger
 from fedlora.simulation.settings import RoundRecord
 from fedlora.specs.paid import paid_specifications
@@ -39,8 +41,27 @@ _PACKAGES: Final = (
 )
 
 
+def unwritable(path: Path, error: OSError) -> FileAccessError:
+    """Say which file could not be written and why; a full disk's own error names none."""
+    return FileAccessError(
+        f"{path}: cannot be written ({error.strerror or error}); the last checkpoint is whole: free space or give "
+        "the right to write, then go on with --resume"
+    )
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part."""
+    """Write a file so that a crash leaves the old one or the new one, never a part.
+
+    Raises:
+        FileAccessError: if it cannot be written; nothing is left of it then.
+    """
+    try:
+        _write_atomically(path, data)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -126,24 +147,44 @@ class RunFolder:
             },
         )
 
-    def keep_rounds_up_to(self, last: int) -> None:
-        """Drop metric lines after a round (a resumed run writes them again)."""
-        if not self.metrics_path.exists():
-            return
-        kept = []
-        for line in self.metrics_path.read_text().splitlines():
+    def keep_rounds_up_to(self, last: int, newest: Mapping[str, Any] | None = None) -> None:
+        """Drop metric lines after a round (a resumed run writes them again).
+
+        Args:
+            last: newest round to keep.
+            newest: that round's record from its checkpoint; written if a crash came before its line.
+        """
+        kept = {}
+        lines = self.metrics_path.read_text().splitlines() if self.metrics_path.exists() else []
+        for line in lines:
             try:
                 record = json.loads(line)
             except ValueError:
                 continue  # the last line of a killed run may be cut
             if isinstance(record.get("round"), int) and record["round"] <= last:
-                kept.append(line)
-        write_atomically(self.metrics_path, "".join(line + "\n" for line in kept).encode())
+                kept[record["round"]] = line
+        if newest is not None and last not in kept:
+            kept[last] = json.dumps(newest, allow_nan=False)
+        if kept:
+            write_atomically(self.metrics_path, "".join(f"{line}\n" for line in kept.values()).encode())
+        else:
+            self.metrics_path.unlink(missing_ok=True)
 
     def append(self, record: RoundRecord) -> None:
-        """Append one round to `metrics.jsonl`."""
-        with self.metrics_path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        """Append one round to `metrics.jsonl`.
+
+        Raises:
+            FileAccessError: if it cannot be written; what was written of the line is taken back.
+        """
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        try:
+            with self.metrics_path.open("ab", buffering=0) as stream:
+                size = stream.seek(0, os.SEEK_END)
+                if stream.write(line.encode()) < len(line.encode()):
+                    stream.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise unwritable(self.metrics_path, error) from error
 
 
 def write_ledger(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,7 @@ class RoundLoop:
             CheckpointError: if checkpoints exist and none is usable, or they belong to another configuration.
         """
         if not any(self._checkpoints.glob("round-*.ckpt")):
+            self._folder.keep_rounds_up_to(-1)  # the start is noted again
             return
         found = load_newest(self._checkpoints, self._hash)
         self._strategy.restore(found.payload, found.state)
@@ -128,7 +129,7 @@ class RoundLoop:
         self.state.empty_rounds = int(found.memory["loop"]["empty_rounds"])
         self.state.metrics = found.memory["loop"]["metrics"]
         self._stopping.restore(found.memory["loop"].get("stopping", {}))
-        self._folder.keep_rounds_up_to(found.round)
+        self._folder.keep_rounds_up_to(found.round, found.memory.get("record"))
         _LOG.info("resumed after round %d", found.round)
 
     def run(self) -> str:
@@ -188,15 +189,16 @@ class RoundLoop:
         evaluated = time.perf_counter()
         self.state.round = number
         self.state.empty_rounds = 0 if problem is None else self.state.empty_rounds + 1
-        self._save(number)
         seconds = {
             "configure": configured - started,
             "clients": received - configured,
             "aggregate": aggregated - received,
             "evaluate": evaluated - aggregated,
-            "checkpoint": time.perf_counter() - evaluated,
         }
-        self._publish(self._record(number, problem, metrics, seconds, sent))
+        record = self._record(number, problem, metrics, seconds, sent)
+        self._save(record)
+        took = {**seconds, "checkpoint": time.perf_counter() - evaluated}
+        self._publish(replace(record, seconds=took))
         return problem is None or self._may_go_on(number, problem)
 
     def _may_go_on(self, number: int, problem: AggregationError) -> bool:
@@ -219,11 +221,12 @@ class RoundLoop:
             )
         return True
 
-    def _save(self, number: int) -> None:
+    def _save(self, record: RoundRecord) -> None:
+        """Write the round's checkpoint, its record in it: a crash before that is published loses no round's line."""
         loop = {**self.state.memory(), "stopping": self._stopping.memory()}
-        memory = {"mirror": self._answers.mirror.memory(), "loop": loop}
+        memory = {"mirror": self._answers.mirror.memory(), "loop": loop, "record": plain(record)}
         state = self._strategy.state()
-        save(self._checkpoints, Checkpoint(number, self._hash, self._strategy.payload, state, memory))
+        save(self._checkpoints, Checkpoint(record.round, self._hash, self._strategy.payload, state, memory))
 
     def _record(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from fedlora.errors import DeploymentError
 
+_LOG = logging.getLogger(__name__)
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -101,11 +103,16 @@ class MetricsServer:
             def log_message(self, format: str, *args: object) -> None:
                 del format, args
 
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                _LOG.debug("metrics: a connection from %s broke off", client_address)
+
         try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+            self._server = Server((host.strip("[]"), int(port)), Handler)
         except (OSError, ValueError, OverflowError) as error:
             raise DeploymentError(f"metrics address {address}: cannot be opened ({error})") from None
-        self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 

@@ -31,8 +31,8 @@ from fedlora.cli.serving_files import (
 from fedlora.cli.state import AuditLog, StateFile
 from fedlora.cli.superlink import ENV_CONTROL_TOKEN, ENV_OPEN_FILE
 from fedlora.config import FedLoraConfig, save_resolved
-from fedlora.errors import CheckpointError, DeploymentError, FedLoraError
-from fedlora.names import ENV_ROSTER
+from fedlora.errors import CheckpointError, DeploymentError, FedLoraError, FileAccessError
+from fedlora.names import ENV_ROSTER, RUN_FOLDER_UNWRITABLE
 
 _LOG = logging.getLogger("fedlora.server")
 START_SECONDS = 60.0
@@ -330,6 +330,9 @@ class ServerRole:
             raise ended_with(
                 known, f"run {self.run_id} failed: {summary.get('message') or name}; see superlink.log"
             )
+        if RUN_FOLDER_UNWRITABLE in state.details:
+            told = state.details[state.details.index(RUN_FOLDER_UNWRITABLE) :].strip()
+            raise FileAccessError(f"run {self.run_id} failed: {told[:500]}")
         if RAISED in state.details and not (self.run_folder / "metrics.jsonl").exists():
             self._audit.write("run failed", run=self.run_id, error=state.details[:500])
             raise DeploymentError(

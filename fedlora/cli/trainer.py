@@ -186,7 +186,7 @@ class RunningTrainer:
     def _overhead(self, took: Took) -> dict[str, float]:
         """Publish where the last round's time went; return what was neither training nor loading the model."""
         parts = dict(self._site.trainer.last_timings)
-        busy = parts.pop("train_cpu", 0.0)
+        busy = parts.pop("train_cpu", 0.0) + parts.pop("open_cpu", 0.0)
         for part, value in parts.items():
             self._registry.set("fedlora_round_seconds", value, part=part)
         overhead = max(0.0, took.seconds - parts.get("train", 0.0) - parts.get("open", 0.0))

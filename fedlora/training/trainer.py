@@ -163,6 +163,7 @@ class Trainer:
             PUBLIC. One reply per asked client: an update, or a refusal or failure by name.
         """
         with self._lock:
+            self.last_timings = {}
             try:
                 check_clients(request.clients)
                 replies, timings = self._round(request)
@@ -186,11 +187,11 @@ class Trainer:
     # -- the order of a round -------------------------------------------------------------------
 
     def _round(self, request: RoundRequest) -> tuple[tuple[ClientReply, ...], dict[str, float]]:
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.thread_time()
         config = self._checked_config(request)
         check_withhold(config, request)
         session = self._open(config, request.config_hash)
-        opened = time.perf_counter()
+        opened, open_cpu = time.perf_counter(), time.thread_time() - busy
         check_request(session.bench, request)
         if request.run_id != self._run_id:
             self._slots.forget()
@@ -213,7 +214,7 @@ class Trainer:
             "train": trained - reserved,
             "settle": ended - trained,
         }
-        self.last_timings = {**timings, "train_cpu": busy}
+        self.last_timings = {**timings, "train_cpu": busy, "open_cpu": open_cpu}
         return replies, timings
 
     def _checked_config(self, request: RoundRequest) -> FedLoraConfig:

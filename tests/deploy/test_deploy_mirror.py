@@ -104,6 +104,7 @@ class World:
         change: Change | None = None,
         prepare: Callable[[Site], None] | None = None,
         replies: int = 1,
+        resume: bool = False,
     ) -> tuple[RunResult, SitesGrid]:
         import server.app
 
@@ -114,7 +115,7 @@ class World:
         )  # fmt: skip
         container = yaml.safe_load(text.replace("1.0e-4", "0.0001"))
         prepared = complete(config_from_container(container))
-        settings = ServerSettings(prepared.config, run_id, runs / run_id, bench=prepared.bench)
+        settings = ServerSettings(prepared.config, run_id, runs / run_id, resume, bench=prepared.bench)
         sites = {10 + number: self.site(name) for number, name in enumerate(NAMES)}
         try:
             for site in sites.values():
