@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
+from scipy.special import expit
 
 from fedlora.accounting import _checks, bounds, gaussian, pld, rdp, truncation
 from fedlora.accounting.conditional import M1Event, PaveEvent, SketchEvent, VectorProjectionEvent
@@ -20,6 +21,8 @@ AccountantName = Literal["best", "moment", "pld", "rdp", "prv"]
 Events = Event | Iterable[Event] | Iterable[tuple[Event, int]]
 Parts = pld.Parts
 _NAMES = ("best", "moment", "pld", "rdp", "prv")
+_FINE = 1500
+"""Orders of one pass of a refinement."""
 
 
 def parts_of(events: Events) -> Parts:
@@ -187,15 +190,21 @@ def rdp_epsilon(parts: Parts, delta: float, adjacency: Adjacency) -> float:
     value, order = rdp.epsilon_from_moments(rdp.ORDERS, moments(parts, adjacency), delta)
     if any(isinstance(event, (PaveEvent, SketchEvent)) for event, _ in parts):
         orders = _finite_orders(parts, order)
-        total = sum(
-            (count * rdp.moment(event, orders, adjacency) for event, count in parts), np.zeros_like(orders)
-        )
-        value = min(value, rdp.epsilon_from_moments(orders, total, delta)[0])
+        for _ in range(2):
+            total = sum(
+                (count * rdp.moment(event, orders, adjacency) for event, count in parts),
+                np.zeros_like(orders),
+            )
+            found, order = rdp.epsilon_from_moments(orders, total, delta)
+            value = min(value, found)
+            at = int(np.searchsorted(orders, order))
+            orders = np.linspace(orders[max(at - 1, 0)], orders[min(at + 1, orders.size - 1)], _FINE)
     return value
 
 
 def _finite_orders(parts: Parts, order: float) -> FloatArray:
-    top = 2.0 * order + 10.0
+    """Orders between 1 and the last finite one, dense (in ratio) towards both ends."""
+    top = math.inf
     for event, _ in parts:
         if isinstance(event, PaveEvent):
             top = min(top, *(1.0 + 1.0 / x.gamma for x in event.layers if x.gamma > 0.0), math.inf)
@@ -203,7 +212,8 @@ def _finite_orders(parts: Parts, order: float) -> FloatArray:
             top = min(top, event.gamma)
     if not math.isfinite(top):
         top = 2.0 * order + 10.0
-    return 1.0 + np.linspace(0.0, 1.0, 20002)[1:-1] * (top - 1.0)
+    inside = 1.0 + expit(np.linspace(-45.0, 30.0, _FINE)) * (top - 1.0)
+    return np.unique(inside[(inside > 1.0) & (inside < top)])
 
 
 def _confirm(tool: str, epsilon: float, parts: Parts, delta: float) -> None:

@@ -278,8 +278,14 @@ def sketch_moment(event: SketchEvent, orders: FloatArray) -> FloatArray:
     t = 1.0 / event.gamma
     inside = orders < event.gamma
     safe = np.where(inside, orders, 1.0)
-    value = safe * math.log1p(-t) - np.log1p(-safe * t)
+    first, second = safe * math.log1p(-t), np.log1p(-safe * t)
+    value = first - second + _rounding(first, second, safe * t)
     return np.where(inside, 0.5 * event.rank * event.layers * event.tau * value, math.inf)
+
+
+def _rounding(first: FloatArray, second: FloatArray, x: FloatArray) -> FloatArray:
+    """Bound on the rounding error of first - second with second = log(1 - x), x < 1."""
+    return 2.0**-50 * (np.abs(first) + np.abs(second) + np.abs(x) / (1.0 - x))
 
 
 def pave_moment(event: PaveEvent, orders: FloatArray) -> FloatArray:
@@ -295,7 +301,8 @@ def pave_moment(event: PaveEvent, orders: FloatArray) -> FloatArray:
         for step in (-layer.gamma, layer.gamma):
             inner = (1.0 - orders) * step  # a + (1 - a) l = 1 + (1 - a) (l - 1)
             inside = inner > -1.0
-            value = (1.0 - orders) * math.log1p(step) - np.log1p(np.where(inside, inner, 0.0))
+            first, second = (1.0 - orders) * math.log1p(step), np.log1p(np.where(inside, inner, 0.0))
+            value = first - second + _rounding(first, second, -np.where(inside, inner, 0.0))
             best = np.maximum(best, np.where(inside, value, math.inf))
         total = total + 0.5 * layer.rank * layer.dimension * best
     return total

@@ -94,6 +94,23 @@ def test_theorem_1_grows_as_alignment_falls() -> None:
     assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(exact))
 
 
+@pytest.mark.parametrize("rank", [1, 2, 199, 200, 10**5, 10**8, 10**9, 10**12])
+def test_vector_quadrature_misses_no_mass_at_any_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From rank 1e8 on the peak fell between the nodes: epsilon 9e-13 at rank 1e9 and alignment 1/2, truth infinity."""
+    for width in (max(2, rank), 3 * rank + 1):
+        for rho in (-0.5, 0.5, 0.99, 1.0 - 1e-9):
+            _, mass = vector._integral(width, rank, rho, 1.0, 120)
+            assert mass == pytest.approx(1.0 - vector.support_mass(rank, rho), abs=1e-12)
+    if rank >= 10**8:
+        assert vector.profile(rank, rank, 0.5, 1.0) > 1.0 - 1e-9
+        assert vector.profile(rank, rank, 0.99, 100.0) > 1.0 - 1e-9
+        assert acct.epsilon_of(acct.VectorProjectionEvent(rank, rank, 0.5), 0.01).epsilon > 1e6
+    # the twin: a quadrature that sees a part of the mass only charges the rest in full
+    points, weights = vector._nodes(120)
+    monkeypatch.setattr(vector, "_nodes", lambda _: (points, 0.9 * weights))
+    assert vector.profile(max(2, rank), rank, 1.0 - 1e-6, 0.1) >= 0.1 * (1.0 - 1e-6)
+
+
 def test_vector_limits() -> None:
     assert acct.epsilon_of(acct.VectorProjectionEvent(50, 5, 1.0), 1e-5).epsilon == 0.0
     assert math.isinf(acct.epsilon_of(acct.VectorProjectionEvent(50, 5, 0.0), 1e-5).epsilon)

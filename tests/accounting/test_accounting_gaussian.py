@@ -33,6 +33,30 @@ def test_exact_profile_against_high_precision(log_mu: float, digits: float) -> N
         assert _exact_delta(epsilon * (1 - 1e-6), mu) > delta
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.floats(-14, 3), st.floats(0.1, 300), st.booleans())
+def test_exact_profile_of_large_noise_does_not_fall_below_by_cancellation(
+    log_mu: float, digits: float, near_one: bool
+) -> None:
+    """The two terms of the profile agree to mu: their difference was too small by 3e-8 at mu 1e-7, by all at 1e-13."""
+    mu = 10.0**log_mu
+    delta = 1.0 - 10.0 ** -min(digits, 15.0) if near_one else 10.0**-digits
+    epsilon = gaussian.epsilon_of_gaussian(delta, mu)
+    with mpmath.workdps(340):
+        e, m = mpmath.mpf(epsilon), mpmath.mpf(mu)
+
+        def above(x: mpmath.mpf) -> mpmath.mpf:
+            return mpmath.erfc((x / m - m / 2) / mpmath.sqrt(2)) / 2 - mpmath.exp(x) * (
+                mpmath.erfc((x / m + m / 2) / mpmath.sqrt(2)) / 2
+            )
+
+        assert above(e) <= mpmath.mpf(delta)
+        if epsilon > 0.0:
+            assert above(e * (1 - mpmath.mpf(10) ** -9)) >= mpmath.mpf(delta) * (1 - mpmath.mpf(10) ** -11)
+        at = gaussian.delta_of_gaussian(epsilon, mu)
+        assert above(e) <= at <= above(e) * (1 + mpmath.mpf(10) ** -11)
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.floats(-0.5, 1.5), st.floats(2, 12))
 def test_pld_is_above_the_exact_profile_and_near(log_sigma: float, digits: float) -> None:

@@ -125,6 +125,57 @@ def test_pave_and_sketch_against_high_precision(index: int) -> None:
             assert float(rdp.moment(event, np.array([order]), REPLACE)[0]) == pytest.approx(value, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("event", "delta"),
+    [
+        (acct.PaveEvent((acct.PaveLayer(5, 5, 1.09e-6),)), 1.2e-93),
+        (acct.PaveEvent((acct.PaveLayer(1, 7, 1.17e-6), acct.PaveLayer(30, 9000, 1e-6))), 1.9e-220),
+        (acct.PaveEvent((acct.PaveLayer(64, 700, 0.999),)), 0.6),
+        (acct.SketchEvent(3, 4, 3e5), 3.5e-238),
+        (acct.SketchEvent(723, 140, 1.000125, 7), 0.33),
+    ],
+)
+def test_extreme_ranges_of_orders_are_searched_to_their_ends(event: acct.Event, delta: float) -> None:
+    """Orders beyond 2e6 were not tried (up to 40 % too large); near their end rounding put figures 1e-10 too low."""
+
+    def logistic(x: mpmath.mpf) -> mpmath.mpf:
+        return 1 / (1 + mpmath.exp(-x))
+
+    with mpmath.workdps(40):
+        if isinstance(event, acct.SketchEvent):
+            t, size, top = 1 / mpmath.mpf(event.gamma), event.rank * event.tau * event.layers, event.gamma - 1
+            layers = [(size, (t,))]
+        else:
+            assert isinstance(event, acct.PaveEvent)
+            layers = [
+                (x.rank * x.dimension, (mpmath.mpf(x.gamma), -mpmath.mpf(x.gamma))) for x in event.layers
+            ]
+            top = min(1 / x.gamma for x in event.layers)
+
+        def epsilon(x: mpmath.mpf) -> mpmath.mpf:
+            a, total = 1 + top * logistic(x), mpmath.mpf(0)
+            for size, sides in layers:
+                if isinstance(event, acct.SketchEvent):
+                    total += size * (a * mpmath.log(1 - sides[0]) - mpmath.log(1 - a * sides[0])) / 2
+                else:
+                    found = [
+                        ((1 - a) * mpmath.log(1 + g) - mpmath.log(1 + (1 - a) * g)) / 2
+                        for g in sides
+                        if 1 + (1 - a) * g > 0
+                    ]
+                    total += size * max(found)
+            return (total - mpmath.log(delta) - mpmath.log(a)) / (a - 1) + mpmath.log(1 - 1 / a)
+
+        at = min((mpmath.mpf(k) / 2 for k in range(-80, 60)), key=epsilon)
+        low, high, share = at - 1, at + 1, (mpmath.sqrt(5) - 1) / 2
+        for _ in range(80):
+            first, second = high - share * (high - low), low + share * (high - low)
+            low, high = (low, second) if epsilon(first) < epsilon(second) else (first, high)
+        exact = epsilon((low + high) / 2)
+        ours = mpmath.mpf(acct.epsilon_of(event, delta).epsilon)
+        assert exact * (1 - mpmath.mpf(10) ** -13) <= ours <= exact * (1 + mpmath.mpf(10) ** -7)
+
+
 def _fourier_epsilon(sigma: float, rate: float, steps: int, delta: float, replaced: bool) -> float:
     """Compose losses of the worst pair on a fine grid, masses split linearly between neighbours; no bound, a value."""
     y = np.linspace(-14 * sigma - 1, 1 + 14 * sigma, 1_200_001)
