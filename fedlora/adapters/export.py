@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from fedlora.adapters.adapted import AdaptedModel
-from fedlora.adapters.export_card import write_card
+from fedlora.adapters.export_card import left_open, write_card
+from fedlora.adapters.export_facts import FACTS_FILE, portable_name, write_facts
 from fedlora.adapters.export_probe import LogitDifference, difference, load_peft, probe_batch, probe_logits
 from fedlora.adapters.models import LoadedBase, load_base, quiet_transformers
-from fedlora.adapters.offline import PACKAGE_PREFIX, PACKAGED_MODELS
 from fedlora.adapters.spectral import with_removed
 from fedlora.config.schema import FedLoraConfig, ModelConfig
 from fedlora.errors import ExportError, FedLoraError
@@ -41,7 +41,10 @@ _TASK_TYPES: Final = {
     "instruction": "CAUSAL_LM",
     "seq2seq": "SEQ_2_SEQ_LM",
 }
-_OWN_FILES: Final = frozenset({"adapter_config.json", "config.json"})
+
+
+_NAMING_FILES: Final = frozenset({"adapter_config.json", "config.json", "tokenizer_config.json"})
+_NAMES: Final = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 
 
 class Exportable(Protocol):
@@ -91,6 +94,7 @@ class ExportReport:
         limit: largest difference that was allowed.
         rank: rank of the exported adapter (0 for a merged model).
         files: file names.
+        card_lacks: what a reader of the model card still misses.
     """
 
     folder: Path
@@ -100,10 +104,15 @@ class ExportReport:
     limit: float
     rank: int
     files: tuple[str, ...]
+    card_lacks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-ready values."""
-        return asdict(self) | {"folder": str(self.folder), "files": list(self.files)}
+        return asdict(self) | {
+            "folder": str(self.folder),
+            "files": list(self.files),
+            "card_lacks": list(self.card_lacks),
+        }
 
 
 def export_adapter(
@@ -150,9 +159,10 @@ def export_adapter(
                 "nothing was written"
             )
         write_card(scratch, config, bench.base, facts or RunFacts(), merged=False)
-        _write_facts(scratch, bench, facts or RunFacts())
+        write_facts(scratch, config, bench.base, facts or RunFacts())
     files = tuple(sorted(path.name for path in Path(folder).iterdir()))
-    return ExportReport(Path(folder), "peft", found, effect, limit, rank, files)
+    lacks = left_open(config, bench.base)
+    return ExportReport(Path(folder), "peft", found, effect, limit, rank, files, lacks)
 
 
 def write_peft_folder(adapted: AdaptedModel, model: ModelConfig, folder: Path) -> int:
@@ -210,14 +220,6 @@ def target_names(adapted: AdaptedModel) -> list[str]:
     return sorted(wanted) if surplus else short
 
 
-def portable_name(model: ModelConfig) -> str:
-    """Return the base model's name as others can load it: the hub's name of a packaged model."""
-    if not model.name_or_path.startswith(PACKAGE_PREFIX):
-        return model.name_or_path
-    asked = model.name_or_path[len(PACKAGE_PREFIX) :].replace("_", "-").lower()
-    return next(name for name, packaged in PACKAGED_MODELS.items() if packaged.distribution == asked)
-
-
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """Give a scratch folder beside `folder` that takes its place if the block succeeds.
@@ -225,18 +227,23 @@ def staged(folder: Path) -> Iterator[Path]:
     Raises:
         ExportError: if `folder` holds something that is not an earlier export.
     """
-    if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in _OWN_FILES):
+    folder = folder.resolve()  # a link keeps leading to its place
+    if folder.exists() and not folder.is_dir():
+        raise ExportError(f"export: {folder} is a file; choose an empty or new folder")
+    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS_FILE).is_file():
         raise ExportError(f"export: {folder} holds other files; choose an empty or new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    before = scratch.with_name(scratch.name + ".before")
     try:
         yield scratch
         scratch.chmod(0o755)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(before)  # an earlier export goes only after the new one lies there
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def save_processor(processor: Any, folder: Path) -> None:
@@ -253,12 +260,14 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
     """
     from huggingface_hub import HfApi
 
+    check_repository(repository)
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        address: Any = api.upload_folder(
-            repo_id=repository, folder_path=str(folder), commit_message="Add adapter exported by fedlora"
-        )
+        with _without_paths(folder) as shared:
+            address: Any = api.upload_folder(
+                repo_id=repository, folder_path=str(shared), commit_message="Add adapter exported by fedlora"
+            )
     except FedLoraError:
         raise
     except Exception as fault:
@@ -267,6 +276,52 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
             f"and check the name and the network; the export stays in {folder}"
         ) from fault
     return str(address)
+
+
+def check_repository(repository: str) -> None:
+    """Refuse a repository's name that no hub takes, before anything is done for it.
+
+    Raises:
+        ExportError: if it is not OWNER/NAME.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+        good = repository.count("/") == 1
+    except HFValidationError:
+        good = False
+    if not good:
+        raise ExportError(
+            f"export --push: got {repository!r}; a repository is OWNER/NAME, for example me/my-model"
+        )
+
+
+@contextmanager
+def _without_paths(folder: Path) -> Iterator[Path]:
+    """Give the export as it is shared: where its JSON files name a folder of this machine, only that folder's name."""
+    changed: dict[str, str] = {}
+    for name in _NAMING_FILES:
+        if (folder / name).is_file():
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            local = {key: Path(content[key]).name for key in _NAMES if _is_local(content.get(key))}
+            if local:
+                changed[name] = json.dumps(content | local, indent=2) + "\n"
+    if not changed:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+        for path in folder.iterdir():
+            if path.name in changed:
+                (Path(place) / path.name).write_text(changed[path.name], encoding="utf-8")
+            else:
+                (Path(place) / path.name).symlink_to(path.resolve())
+        yield Path(place)
+
+
+def _is_local(name: Any) -> bool:
+    return isinstance(name, str) and (name.startswith(("/", ".", "~")) or Path(name).exists())
 
 
 def _load_fresh(model: ModelConfig) -> LoadedBase:
@@ -287,29 +342,3 @@ def _padded(array: Array, shape: tuple[int, int]) -> torch.Tensor:
 
 def _whole(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
-
-
-def _write_facts(folder: Path, bench: Exportable, facts: RunFacts) -> None:
-    content = {
-        "base_model": portable_name(bench.config.model),
-        "base_fingerprint": bench.base.fingerprint,
-        "labels": list(bench.config.data.labels) if bench.config.data.labels is not None else None,
-        "task": bench.config.model.task,
-        "epsilon": facts.epsilon,
-        "statement": dict(facts.statement),
-        "metrics": dict(facts.metrics),
-        "rounds": facts.rounds,
-        "warnings": list(facts.warnings),
-    }
-    text = json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
-    (folder / "fedlora.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fedlora.adapters.export_facts import hub_name, rounded_up, shareable
 from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS, LoadedBase
 from fedlora.adapters.offline import PACKAGED_MODELS
 from fedlora.config.client_terms import client_terms
@@ -33,45 +35,86 @@ def write_card(
     """Write README.md; it names no path, address or record of the training data."""
     sections = [
         _front_matter(config, base, merged),
-        f"# {config.run.name}\n\n{_intro(config, merged)}",
+        f"# {config.run.name}\n\n{_intro(config, base, merged)}",
         f"## Privacy\n\n{privacy_text(config, facts)}",
         f"## Data\n\n{_data(config)}",
         f"## Training\n\n{_table(_training(config, facts))}",
     ]
     if facts.metrics:
-        metrics = {name: f"{value:.4g}" for name, value in facts.metrics.items()}
+        metrics = {
+            name: f"{value:.4g}" if isinstance(value, int | float) else "not available"
+            for name, value in facts.metrics.items()
+        }
         sections.append(f"## Evaluation on public records\n\n{_table(metrics)}")
-    sections += [f"## Use\n\n{_usage(config, merged)}", f"## Licences\n\n{_licences(config, base)}"]
+    sections += [f"## Use\n\n{_usage(config, base, merged)}", f"## Licences\n\n{_licences(config, base)}"]
     (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
 def privacy_text(config: FedLoraConfig, facts: RunFacts) -> str:
     """Return the privacy statement: epsilon with everything that gives it a meaning."""
     privacy = config.privacy
+    notes = "\n".join(f"- {_line(warning)}" for warning in shareable(config, facts.warnings))
+    warned = f"\n\nWarnings:\n\n{notes}" if notes else ""
     if isinstance(privacy, NoPrivacy):
-        return _NO_PRIVACY
+        return _NO_PRIVACY + warned
     if privacy.noise_source != "os":
-        return _NO_PRIVACY + " Its noise came from a seeded generator made for tests."
+        return _NO_PRIVACY + " Its noise came from a seeded generator made for tests." + warned
     epsilon = facts.epsilon
     known = epsilon is not None and math.isfinite(epsilon)
     rows: dict[str, Any] = {
-        "epsilon (largest over clients)": f"{epsilon:.4g}" if known else "unknown: read the clients' ledgers",
-        "delta": f"{privacy.target_delta:g}",
-        "unit": _unit(privacy),
-        "adjacency": privacy.adjacency,
-        "adversary": _adversary(config, privacy),
-        "accountant": privacy.accountant,
-        "mechanism": config.mechanism.kind,
-        "noise multiplier": privacy.noise_multiplier,
-        "sampling assumption": _sampling(config, privacy),
+        "epsilon" + (" (largest over clients)" if isinstance(privacy, RecordPrivacy) else ""): rounded_up(
+            epsilon or 0.0
+        )
+        if known
+        else "unknown: read the clients' ledgers",
+        "delta": f"{privacy.budget.delta:g}",
+        **_meaning(config, privacy, facts.statement),
         "releases, at most": _releases(config, privacy),
     }
-    rows |= {f"run: {name}": value for name, value in facts.statement.items() if value is not None}
-    text = _table(rows)
+    if config.adapter.init_from is not None:
+        rows["started from"] = "another run's adapter; what that one shows of its own records comes on top"
+    text = _table(rows | _said(facts.statement))
     if not known:
         text = "**The epsilon of this run is not stated here; do not treat the model as private.**\n\n" + text
-    notes = [f"- {warning}" for warning in facts.warnings]
-    return text + ("\n\nWarnings:\n\n" + "\n".join(notes) if notes else "")
+    return text + warned
+
+
+def _meaning(
+    config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy, statement: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what epsilon means: as the run states it, else as its configuration says."""
+    derived = config.derived
+    how = f" ({derived.accountant})" if derived is not None and derived.accountant else ""
+    return {
+        "unit": _unit(privacy),
+        "adjacency": privacy.adjacency,
+        "adversary": statement.get("adversary", _adversary(config, privacy)),
+        "accountant": f"{privacy.accountant}{how}",
+        "mechanism": config.mechanism.kind,
+        "noise multiplier": f"{privacy.noise_multiplier:g}" if privacy.noise_multiplier else "not stated",
+        "sampling assumption": statement.get("sampling_assumption", _sampling(config, privacy)),
+    }
+
+
+_SAID: Final = {
+    "neighbouring": "neighbouring data sets",
+    "assumption": "assumed",
+    "target_delta": "delta that the noise was chosen for",
+    "secure_aggregation": "secure aggregation",
+    "epsilon_is": "this epsilon is",
+}
+"""Further keys of a run's statement, in the card's words; the others stand in the table already."""
+
+
+def _said(statement: Mapping[str, Any]) -> dict[str, Any]:
+    found = {words: statement[key] for key, words in _SAID.items() if statement.get(key) is not None}
+    alone = statement.get("epsilon_from_this_runs_events")
+    if isinstance(alone, int | float) and math.isfinite(alone):
+        found["epsilon of this run's events alone"] = rounded_up(float(alone))
+    budget = statement.get("budget")
+    if isinstance(budget, Mapping):
+        found["budget of a client"] = ", ".join(f"{name} {value}" for name, value in budget.items())
+    return found
 
 
 def _unit(privacy: RecordPrivacy | ClientPrivacy) -> str:
@@ -102,12 +145,11 @@ def _releases(config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy) -> 
 
 
 def _front_matter(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
-    from fedlora.adapters.export import portable_name
-
     private = not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "os"
+    name = hub_name(config, base)
     lines = [
         "---",
-        f"base_model: {portable_name(config.model)}",
+        *([f"base_model: {name}"] if name is not None else []),
         f"library_name: {'transformers' if merged else 'peft'}",
         f"pipeline_tag: {_PIPELINES[config.model.task]}",
         *([f"license: {base.license}"] if base.license else []),
@@ -120,17 +162,17 @@ def _front_matter(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
     return "\n".join(lines)
 
 
-def _intro(config: FedLoraConfig, merged: bool) -> str:
-    from fedlora.adapters.export import portable_name
-
+def _intro(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
     what = "A model with a merged LoRA adapter" if merged else "A LoRA adapter"
-    text = f"{what} for {config.model.task} on `{portable_name(config.model)}`, "
+    name = hub_name(config, base)
+    on = f"`{name}`" if name is not None else "a base model that lay in a folder"
+    text = f"{what} for {config.model.task} on {on} (weights with the fingerprint `{base.fingerprint}`), "
     text += "trained with federated learning by fedlora."
-    for hub_name, packaged in PACKAGED_MODELS.items():
-        if not packaged.exact and hub_name == portable_name(config.model):
+    for other, packaged in PACKAGED_MODELS.items():
+        if not packaged.exact and other == name:
             text += (
                 f" It may have been trained on the rounded weights of the package {packaged.distribution}; compare the "
-                "base fingerprint in fedlora.json."
+                "fingerprint."
             )
     return text
 
@@ -146,7 +188,14 @@ def _data(config: FedLoraConfig) -> str:
     }
     if config.data.labels is not None:
         rows["labels"] = ", ".join(config.data.labels)
-    return _table(rows) + "\n\nDescribe here where the records come from and who consented to their use."
+    missing = "Describe here where the records come from and who consented to their use."
+    return f"{_table(rows)}\n\n{_line(config.data.description or missing)}"
+
+
+def left_open(config: FedLoraConfig, base: LoadedBase) -> tuple[str, ...]:
+    """Return what a reader of the card still misses: configuration keys, or the base model's licence."""
+    found = [f"data.{key}" for key in ("description", "license") if getattr(config.data, key) is None]
+    return (*found, *(() if base.license else ("the base model's licence",)))
 
 
 def _training(config: FedLoraConfig, facts: RunFacts) -> dict[str, Any]:
@@ -161,16 +210,14 @@ def _training(config: FedLoraConfig, facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def _usage(config: FedLoraConfig, merged: bool) -> str:
-    from fedlora.adapters.export import portable_name
-
+def _usage(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
     auto, count = AUTO_CLASSES[config.model.task], config.model.num_labels
     labels = f", num_labels={count}" if config.model.task in LABELLED_TASKS and count is not None else ""
     if merged:
         return f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("THIS FOLDER")\n```'
     return (
         f"```python\nfrom peft import PeftModel\nfrom transformers import {auto}\n\n"
-        f'base = {auto}.from_pretrained("{portable_name(config.model)}"{labels})\n'
+        f'base = {auto}.from_pretrained("{hub_name(config, base) or "THE BASE MODEL"}"{labels})\n'
         'model = PeftModel.from_pretrained(base, "THIS FOLDER")\n```'
     )
 
@@ -178,10 +225,15 @@ def _usage(config: FedLoraConfig, merged: bool) -> str:
 def _licences(config: FedLoraConfig, base: LoadedBase) -> str:
     return (
         f"- base model: {base.license or 'not stated where it was loaded from; look it up before sharing'}\n"
-        f"- data ({config.data.name}): state it here before sharing"
+        f"- data ({config.data.name}): {_line(config.data.license or 'state it here before sharing')}"
     )
 
 
+def _line(value: object) -> str:
+    """Return a value on one line, without the characters that would start another cell or tag."""
+    return " ".join(str(value).split()).replace("|", "/").replace("<", "&lt;")
+
+
 def _table(rows: dict[str, Any]) -> str:
-    body = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows.items()]
+    body = [f"| {name} | {_line(value)} |" for name, value in rows.items()]
     return "\n".join(["| | |", "|---|---|", *body])

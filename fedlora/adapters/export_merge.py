@@ -17,7 +17,8 @@ from fedlora.adapters.export import (
     staged,
     write_peft_folder,
 )
-from fedlora.adapters.export_card import write_card
+from fedlora.adapters.export_card import left_open, write_card
+from fedlora.adapters.export_facts import write_facts
 from fedlora.adapters.export_probe import LogitDifference, difference, load_peft, probe_batch, probe_logits
 from fedlora.adapters.models import AUTO_CLASSES, LoadedBase, load_base, quiet_transformers
 from fedlora.config.schema import ModelConfig
@@ -72,8 +73,10 @@ def export_merged(
         found = difference(reference, probe_logits(_reload(plain, scratch), batch))
         limit = _check(found, effect, dtype)
         write_card(scratch, bench.config, bench.base, facts or RunFacts(), merged=True)
+        write_facts(scratch, bench.config, bench.base, facts or RunFacts())
     files = tuple(sorted(path.name for path in target.iterdir()))
-    return ExportReport(target, "merged", found, effect, limit, 0, files)
+    lacks = left_open(bench.config, bench.base)
+    return ExportReport(target, "merged", found, effect, limit, 0, files, lacks)
 
 
 def _merge(

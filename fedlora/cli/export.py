@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedlora.cli.common import JsonOption, emit
-from fedlora.errors import ExportError
+from fedlora.errors import ExportError, WireError
 
 if TYPE_CHECKING:
     from fedlora.adapters.export import ExportReport, RunFacts
     from fedlora.config.schema import FedLoraConfig
     from fedlora.wire.payload import AdapterPayload
+
+_ENDED = ("finished", "stopped-early")
+"""How a run ends whose adapter is the one that it set out for."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -43,6 +46,14 @@ def export(
 
     Examples: fedlora export runs/demo; fedlora export runs/demo --merged -o model --push me/my-model
     """
+    if public and not push:
+        raise typer.BadParameter("--public says how --push makes a repository; give --push OWNER/NAME too")
+    if dtype != "float32" and not merged:
+        raise typer.BadParameter("--dtype is the dtype of a merged model; give --merged too")
+    if push:
+        from fedlora.adapters.export import check_repository
+
+        check_repository(push)
     report = export_run(run, output, merged=merged, dtype=dtype)
     result = report.to_json()
     lines = [
@@ -55,6 +66,8 @@ def export(
 
         result["pushed"] = push_folder(report.folder, push, private=not public)
         lines.append(f"uploaded to {result['pushed']}")
+    if report.card_lacks:
+        lines.append(f"the model card does not say yet: {', '.join(report.card_lacks)}")
     emit(result, as_json=as_json, text="\n".join(lines))
 
 
@@ -70,32 +83,42 @@ def export_run(
         dtype: stored dtype of a merged model.
 
     Raises:
-        ExportError: if the folder has no adapter, or the export does not reproduce it.
+        ExportError: if the folder has no adapter that can be read, or the export does not reproduce it.
     """
     from fedlora.adapters.export import export_adapter
     from fedlora.adapters.export_merge import export_merged
     from fedlora.config import load_config
-    from fedlora.training.port import DEFAULT_MAX_BYTES, decode_packet
     from fedlora.training.session import load_parts
-    from fedlora.wire.codec import from_arrays
 
     saved = run / "adapter.flr"
     if not saved.is_file() or not (run / "config.yaml").is_file():
         raise ExportError(
             f"export: {run} has no config.yaml and adapter.flr; give the folder of a finished run (or resume it)"
         )
-    packet = decode_packet(saved.read_bytes(), 8 * DEFAULT_MAX_BYTES)
-    arrays = {name: array.copy() for name, array in packet.arrays.items()}  # decoded arrays are read-only
-    payload = from_arrays(packet.header["payload"], arrays, max_bytes=8 * DEFAULT_MAX_BYTES)
+    payload = _read_adapter(saved)
     config = load_config(run / "config.yaml")
+    facts = read_facts(run, config)
     bench = _Loaded(config, load_parts(config))
-    facts = read_facts(run)
     if merged:
         return export_merged(bench, payload, output or run / "merged", dtype=dtype, facts=facts)
     payload, lost = at_export_rank(config, payload)
     if lost is not None:
         facts = replace(facts, warnings=(*facts.warnings, lost))
     return export_adapter(bench, payload, output or run / "adapter", facts=facts)
+
+
+def _read_adapter(path: Path) -> AdapterPayload:
+    from fedlora.training.port import DEFAULT_MAX_BYTES, decode_packet
+    from fedlora.wire.codec import from_arrays
+
+    try:
+        packet = decode_packet(path.read_bytes(), 8 * DEFAULT_MAX_BYTES)
+        arrays = {name: array.copy() for name, array in packet.arrays.items()}  # decoded arrays are read-only
+        return from_arrays(packet.header["payload"], arrays, max_bytes=8 * DEFAULT_MAX_BYTES)
+    except (WireError, KeyError, ValueError) as fault:
+        raise ExportError(
+            f"export: {path} is damaged or of another version ({fault}); resume the run, which writes it anew"
+        ) from fault
 
 
 def at_export_rank(config: FedLoraConfig, payload: AdapterPayload) -> tuple[AdapterPayload, str | None]:
@@ -110,21 +133,32 @@ def at_export_rank(config: FedLoraConfig, payload: AdapterPayload) -> tuple[Adap
     return cut, f"the adapter was cut to rank {rank}; the largest relative error of a layer is {worst:.3g}"
 
 
-def read_facts(run: Path) -> RunFacts:
-    """Return what a run's summary says about epsilon, its meaning and the evaluation."""
+def read_facts(run: Path, config: FedLoraConfig) -> RunFacts:
+    """Return what a run's summary says about epsilon, its meaning and the evaluation.
+
+    Without a summary, or with a damaged one, epsilon is unknown and its meaning is what the configuration says.
+    """
     from fedlora.adapters.export import RunFacts
+    from fedlora.report.conditions import conditions_of
 
     path = run / "summary.json"
-    if not path.is_file():
-        return RunFacts(warnings=("the run has no summary: it did not finish",))
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        summary: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return RunFacts(
+            statement=conditions_of(config), warnings=("the run has no summary: it did not finish",)
+        )
+    except (OSError, ValueError, TypeError):
+        return RunFacts(statement=conditions_of(config), warnings=("the run's summary cannot be read",))
+    status = summary.get("status")
+    told = () if status in _ENDED else (f"the run did not finish: its status is {status}",)
     epsilon = summary.get("epsilon")
     return RunFacts(
         epsilon=float(epsilon) if epsilon is not None else None,
-        statement=summary.get("statement") or {},
+        statement=summary.get("statement") or conditions_of(config),
         metrics=summary.get("metrics") or {},
         rounds=summary.get("rounds"),
-        warnings=tuple(summary.get("warnings") or ()),
+        warnings=(*told, *(summary.get("warnings") or ())),
     )
 
 

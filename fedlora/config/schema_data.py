@@ -158,10 +158,15 @@ class PublicEvalConfig(Section):
 
 
 class DataConfig(Section):
-    """Where records come from and how they are read; `name` is the data set's name in the ledger."""
+    """Where records come from and how they are read; `name` is the data set's name in the ledger.
+
+    `description` and `license` are printed on the model card of an export; they are public.
+    """
 
     source: Source
     name: Name
+    description: str | None = Field(default=None, min_length=1, max_length=10_000)
+    license: str | None = Field(default=None, min_length=1, max_length=200)
     columns: dict[str, str] = Field(default_factory=dict)
     labels: tuple[str, ...] | None = None
     template: str | None = None

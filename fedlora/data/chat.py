@@ -48,6 +48,51 @@ def as_messages(row: Row, prompt: str, response: str) -> list[dict[str, str]]:
     return [*start, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
+def keep_start(messages: Sequence[Message], characters: int, turns: int) -> tuple[list[Message], bool]:
+    """Return a conversation's beginning: at most so many characters and turns; and whether something was cut.
+
+    What lies beyond cannot fit the window; leaving it out before printing keeps the time bounded.
+    """
+    kept: list[Message] = []
+    room = characters
+    for message in messages[:turns]:
+        if room <= 0:
+            break
+        kept.append(_with(message, message["content"][:room]))
+        room -= len(message["content"])
+    return kept, len(kept) < len(messages) or room < 0
+
+
+def keep_end(
+    messages: Sequence[Message], last: int, characters: int, turns: int
+) -> tuple[list[Message], bool]:
+    """Return what leads to turn `last`, that turn's beginning and what follows; and whether something was cut.
+
+    At most `characters` and `turns` before `last` are kept, the newest ones; a system message at the start stays.
+    """
+    earlier: list[Message] = []
+    room = characters
+    for message in reversed(messages[:last]):
+        if room <= 0 or len(earlier) == turns:
+            break
+        earlier.insert(0, _with(message, message["content"][-room:]))
+        room -= len(message["content"])
+    dropped = last - len(earlier)
+    if dropped > 0 and len(earlier) > 1 and earlier[0]["role"] == "assistant":
+        earlier = earlier[1:]  # templates want a user's turn first
+    if dropped > 0 and messages[0]["role"] == "system":
+        earlier.insert(0, _with(messages[0], messages[0]["content"][:characters]))
+    behind = [
+        _with(message, message["content"][:characters]) for message in messages[last : last + 1 + turns]
+    ]
+    kept = [*earlier, *behind]
+    return kept, sum(len(one["content"]) for one in kept) < sum(len(one["content"]) for one in messages)
+
+
+def _with(message: Message, content: str) -> Message:
+    return message if len(content) == len(message["content"]) else {**message, "content": content}
+
+
 def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
     """Return (token ids, labels) of a conversation; labels are IGNORED outside the responses.
 
@@ -90,6 +135,22 @@ def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bo
             f"the tokenizer's chat template refuses this sequence of roles ({type(fault).__name__}); "
             "check the roles and their order"
         ) from None
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the token that ends a response under the tokenizer's chat template, or None where there is none.
+
+    Found on a public conversation of two words, so that it is the same whatever the records are.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        _, labels = encode_conversation(tokenizer, messages)
+    except DataError:
+        return None
+    learned = [label for label in labels if label != IGNORED]
+    return learned[-1] if learned and learned[-1] in special_ids(tokenizer) else None
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

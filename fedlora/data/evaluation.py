@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
 from fedlora.config.schema import FedLoraConfig, NoMechanism, NoPrivacy
-from fedlora.data.chat import special_ids
+from fedlora.data.chat import special_ids, turn_end
 from fedlora.data.metrics import exact_match, number_accuracy
 from fedlora.data.tasks.base import Encoded, Task
 from fedlora.data.tasks.batching import batches, evaluating
 from fedlora.errors import DataError
+
+_UNKNOWN_WINDOW: Final = 10_000_000
 
 
 def generate_answers(
@@ -36,12 +38,13 @@ def generate_answers(
                 if record.prompt is None:
                     raise DataError(f"task {task.name!r} has no prompts to generate from")
                 prompts.append(record.prompt)
+            prompts, new = _within_window(task, prompts, max_new_tokens)
             ids, mask = _pad_left(prompts, tokenizer.pad_token_id)
             device = next(model.parameters()).device
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=new,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=stop_ids(task, records),
@@ -52,10 +55,23 @@ def generate_answers(
     return answers
 
 
+def _within_window(task: Task, prompts: list[list[int]], wanted: int) -> tuple[list[list[int]], int]:
+    """Return prompts and the number of new tokens that fit the model's window together.
+
+    A decoder's answer follows its prompt: the oldest tokens of a prompt make room for it, and an answer takes half the
+    window at most. The number does not depend on the batch.
+    """
+    window = int(getattr(task.tokenizer, "model_max_length", 0) or 0)
+    if task.name == "seq2seq" or not (0 < window < _UNKNOWN_WINDOW):
+        return prompts, wanted
+    new = max(1, min(wanted, window // 2))
+    return [prompt[-max(1, window - new) :] for prompt in prompts], new
+
+
 def stop_ids(task: Task, records: Sequence[Encoded]) -> list[int]:
-    """Return the ids at which generation stops: the end token, and what ends the records' responses."""
+    """Return the ids at which generation stops: the end token, and what ends responses, cut ones or not."""
     special = special_ids(task.tokenizer)
-    found = {task.tokenizer.eos_token_id} if task.tokenizer.eos_token_id is not None else set()
+    found = {task.tokenizer.eos_token_id, turn_end(task.tokenizer)} - {None}
     for record in records:
         if isinstance(record.labels, list) and record.labels and record.labels[-1] in special:
             found.add(record.labels[-1])

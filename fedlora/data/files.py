@@ -26,6 +26,7 @@ from fedlora.data.rows import (
 )
 from fedlora.data.tables import DelimitedStore, ParquetStore
 from fedlora.data.utf8 import BOM, check_start, decode
+from fedlora.data.watch import WatchedFile
 from fedlora.errors import DataError
 
 FORMATS: Final = {
@@ -38,6 +39,9 @@ FORMATS: Final = {
     ".txt": "text",
     ".text": "text",
 }
+
+
+_TWICE: Final = "an object names a field twice"
 
 
 class LineStore:
@@ -53,9 +57,10 @@ class LineStore:
         Raises:
             DataError: naming file and row of the first bad line.
         """
-        self._path = path
+        self._path, self._file = path, WatchedFile(path)
         self._parse = parse
         self._offsets, self._numbers, self.columns = _index_lines(path, parse)
+        self._file.check()
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -67,7 +72,7 @@ class LineStore:
         Raises:
             DataError: if the file changed since it was indexed.
         """
-        with self._path.open("rb") as handle:
+        with self._file.open() as handle:
             handle.seek(int(self._offsets[index]))
             return self._parsed(handle.readline(), index)
 
@@ -78,7 +83,7 @@ class LineStore:
             DataError: naming the first record that lacks it, or if the file changed.
         """
         found: list[Any] = []
-        with self._path.open("rb") as handle:
+        with self._file.open() as handle:
             for index, offset in enumerate(self._offsets.tolist()):
                 handle.seek(offset)
                 row = self._parsed(handle.readline(), index)
@@ -109,15 +114,44 @@ def parse_json_line(line: str) -> Row | None:
     """
     if not line.strip():
         return None
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as fault:
-        raise ValueError("not valid JSON") from fault
+    row = _parse_json(line)
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if not is_text_valid(row):
         raise ValueError("a text has an unpaired surrogate (half an emoji, say)")
     return row
+
+
+class _NoJson(ValueError):
+    """A text that is not JSON; `line` is where it stops to be."""
+
+    def __init__(self, line: int) -> None:
+        """Keep the line, and nothing of the text."""
+        super().__init__("not valid JSON")
+        self.line = line
+
+
+def _parse_json(text: str) -> Any:
+    """Parse JSON whose objects name no field twice.
+
+    Raises:
+        ValueError: saying what is wrong, without the text.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except json.JSONDecodeError as fault:
+        raise _NoJson(fault.lineno) from None
+    except ValueError as fault:
+        raise ValueError(_TWICE if str(fault) == _TWICE else "holds a number that is too long") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(_TWICE)
+    return found
 
 
 def parse_text_line(line: str) -> Row | None:
@@ -126,12 +160,12 @@ def parse_text_line(line: str) -> Row | None:
 
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
-    """Return the files that the patterns name, sorted within each pattern, none twice.
+    """Return the files that the patterns name, sorted within each pattern, none twice however its path is spelt.
 
     Raises:
         DataError: naming a pattern that matches nothing.
     """
-    found: dict[Path, None] = {}
+    found: dict[tuple[int, int], Path] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_file():
@@ -145,8 +179,10 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
                 "" if path.is_absolute() else f" in {Path.cwd()} (paths count from the folder you start in)"
             )
             raise DataError(f"data.source.paths: {pattern!r} matches no file{where}")
-        found |= dict.fromkeys(matches)
-    return list(found)
+        for match in matches:
+            status = match.stat()
+            found.setdefault((status.st_dev, status.st_ino), match)
+    return list(found.values())
 
 
 def read_file(path: Path, kind: str = "auto", header: Sequence[str] | None = None) -> RowStore:
@@ -218,10 +254,13 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> RowStore:
+    text = _read_text(path)
     try:
-        found = json.loads(_read_text(path))
-    except json.JSONDecodeError as fault:
-        raise DataError(f"{path}, line {fault.lineno}: not valid JSON; content withheld") from None
+        found = _parse_json(text)
+    except _NoJson as fault:
+        raise DataError(f"{path}, line {fault.line}: not valid JSON; content withheld") from None
+    except ValueError as fault:
+        raise DataError(f"{path}: {fault}; content withheld") from None
     if not isinstance(found, list):
         raise DataError(f"{path}: must be a JSON list of objects (for one object a line use format: jsonl)")
     for number, row in enumerate(found, start=1):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Final
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from fedlora.adapters.models import LABELLED_TASKS
 from fedlora.config.schema import DataConfig, ModelConfig
 from fedlora.data.rows import Rows
 from fedlora.errors import DataError
+
+LONGEST_NUMBER: Final = 18
+"""Digits of a label that is read as a number; a longer one is a name."""
 
 
 def label_names(
@@ -52,7 +56,7 @@ def label_names(
         raise DataError(
             "there are no records to read the label set off; state data.labels or model.num_labels"
         )
-    if all(text.removeprefix("-").isdecimal() for text in found):
+    if all(text.removeprefix("-").isdecimal() and len(text) <= LONGEST_NUMBER for text in found):
         return tuple(sorted(found, key=int))
     return tuple(sorted(found))
 
@@ -80,6 +84,8 @@ def label_text(value: Any) -> str:
         value = int(value)
     if not isinstance(value, (str, int, float, np.integer)):
         raise DataError(f"a label must be text or a number, not {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError("the label is empty (no finite number); repair or remove the record")
     text = str(value).strip()
     if not text or text == "nan":
         raise DataError("the label is empty; repair or remove the record")

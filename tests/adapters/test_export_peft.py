@@ -370,13 +370,31 @@ def test_h10_a_wrong_merge_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "out").exists()
 
 
-def test_other_peoples_files_are_never_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", "config.json", "adapter_config.json"])
+def test_other_peoples_files_are_never_replaced(name: str, tmp_path: Path) -> None:
     bench = make_bench(tmp_path / "base", "bert", ["query"])
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(ExportError, match="holds other files"):
-        export_adapter(bench, trained_payload(bench), tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+    (tmp_path / "mine" / name).write_text("x")
+    for export in (export_adapter, export_merged):
+        with pytest.raises(ExportError, match="holds other files"):
+            export(bench, trained_payload(bench), tmp_path / "mine")
+        with pytest.raises(ExportError, match="holds other files"):
+            export(bench, trained_payload(bench), tmp_path / "base")
+    with pytest.raises(ExportError, match="is a file"):
+        export_adapter(bench, trained_payload(bench), tmp_path / "mine" / name)
+    assert (tmp_path / "mine" / name).read_text() == "x"
+    assert (tmp_path / "base" / "model.safetensors").exists()
+
+
+def test_an_earlier_export_is_replaced_also_behind_a_link(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "base", "bert", ["query"])
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for export in (export_adapter, export_merged, export_adapter):
+        export(bench, trained_payload(bench), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "link", "real"]
 
 
 def test_whole_matrices_export_only_merged(tmp_path: Path) -> None:
@@ -395,7 +413,10 @@ def test_whole_matrices_export_only_merged(tmp_path: Path) -> None:
 
 FACTS = RunFacts(
     epsilon=3.25,
-    statement={"accountant": "pld", "sampling_assumption": "Poisson"},
+    statement={
+        "accountant": "pld",
+        "sampling_assumption": "Poisson sampling of records, rate 0.1 (as stated)",
+    },
     metrics={"accuracy": 0.875},
     rounds=5,
     warnings=("one ledger differs",),
@@ -449,6 +470,75 @@ def test_a_card_never_suggests_privacy_that_is_not_there(how: str, tmp_path: Pat
         assert "- differential-privacy" not in card
     else:
         assert "do not treat the model as private" in card
+
+
+def card_of(tmp_path: Path, facts: RunFacts = FACTS, **sections: Any) -> str:
+    from fedlora.adapters.export_card import write_card
+
+    bench = make_bench(tmp_path / "base", "bert", ["query"], **sections)
+    (tmp_path / "card").mkdir(exist_ok=True)
+    write_card(tmp_path / "card", bench.config, bench.base, facts, merged=False)
+    return (tmp_path / "card" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "shown"),
+    [(8.0, "8"), (8.00001, "8.001"), (7.99954, "8"), (1.23401, "1.235"), (0.0, "0"), (123456.7, "1.235e+05")],
+)
+def test_the_cards_epsilon_is_never_below_the_runs(epsilon: float, shown: str, tmp_path: Path) -> None:
+    assert f"| epsilon (largest over clients) | {shown} |" in card_of(
+        tmp_path, replace(FACTS, epsilon=epsilon)
+    )
+    assert float(shown) >= epsilon
+
+
+def test_the_cards_delta_is_the_one_that_the_ledgers_epsilon_holds_at(tmp_path: Path) -> None:
+    privacy = RUN["privacy"] | {"budget": {"epsilon": 8.0, "delta": 1e-4, "on_exhausted": "refuse"}}
+    card = card_of(tmp_path, replace(FACTS, statement={"target_delta": 1e-5}), privacy=privacy)
+    assert "| delta | 0.0001 |" in card
+    assert "| delta that the noise was chosen for | 1e-05 |" in card
+
+
+def test_a_client_level_card_says_whose_epsilon_it_is_and_what_it_assumes(tmp_path: Path) -> None:
+    from fedlora.report.conditions import conditions_of
+
+    privacy = {name: value for name, value in RUN["privacy"].items() if name != "max_grad_norm"}
+    sections = {
+        "privacy": privacy | {"unit": "client", "clipping_norm": 1.0},
+        "mechanism": {"kind": "lora_fa"},
+    }
+    said = conditions_of(run_config(**sections))
+    card = card_of(tmp_path, replace(FACTS, statement=said), **sections)
+    assert "| epsilon | 3.25 |" in card
+    assert "one client (all its records)" in card
+    assert "the server sees every update and is trusted to clip and noise" in card
+    assert f"| neighbouring data sets | {said['neighbouring']} |" in card
+
+
+def test_a_card_tells_that_a_run_started_from_another_and_shows_no_path(tmp_path: Path) -> None:
+    facts = replace(FACTS, warnings=("started from /home/me/runs/old, which states no privacy: beware",))
+    card = card_of(tmp_path, facts, adapter={"init_from": "/home/me/runs/old"})
+    assert "started from another run's adapter, which states no privacy: beware" in card
+    assert "| started from | another run's adapter;" in card
+    assert "/home/me" not in card
+    assert str(tmp_path) not in card
+    assert "base_model:" not in card  # a folder of this machine is no name on the hub
+
+
+def test_labels_and_descriptions_cannot_break_out_of_the_cards_table(tmp_path: Path) -> None:
+    labels = ["bad |x", "fair\n\n# Privacy: epsilon 0", "<b>good"]
+    card = card_of(tmp_path, data={"labels": labels, "description": "a\n## Privacy\nnone"})
+    assert "\n# Privacy" not in card
+    assert card.count("## Privacy") == 2  # the card's own, and one inside a line of the description
+    assert card.count("\n## Privacy") == 1
+    assert "&lt;b>good" in card
+
+
+def test_warnings_stand_on_the_card_of_a_run_without_privacy_too(tmp_path: Path) -> None:
+    card = card_of(tmp_path, privacy={"unit": "none"})
+    assert "WITHOUT differential privacy" in card
+    assert "one ledger differs" in card
+    assert "epsilon" not in card
 
 
 def test_push_uploads_the_folder_and_fails_in_one_line(

@@ -105,15 +105,16 @@ def hub() -> Iterator[Hub]:
     thread.join()
 
 
-def push(folder: Path, hub: Hub, how: str = "private") -> str:
+def push(folder: Path, hub: Hub, how: str | list[str] = "private") -> str:
     mine = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     home = {
         "HF_HOME": str(folder.parent / "hf"),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "NO_PROXY": "127.0.0.1",
     }
+    words = [PUSH, str(folder), how] if isinstance(how, str) else [PUSH_COMMAND, *how]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PUSH, str(folder), how],
+        [sys.executable, "-W", "ignore", "-c", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -134,7 +135,11 @@ def test_push_creates_a_private_repository_with_card_and_adapter(tmp_path: Path,
     assert (hub.created[0]["organization"], hub.created[0]["name"]) == ("me", "model")
     assert set(report.files) <= set(hub.files)
     for name in report.files:
-        assert hub.files[name] == (tmp_path / "out" / name).read_bytes()
+        if name not in ("adapter_config.json", "tokenizer_config.json"):
+            assert hub.files[name] == (tmp_path / "out" / name).read_bytes()
+    for name, content in hub.files.items():
+        assert str(tmp_path).encode() not in content, name
+    assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "base"
     card = hub.files["README.md"].decode()
     for stated in (
         "3.25",
@@ -161,3 +166,122 @@ def test_a_refusal_is_one_line_and_the_export_stays(tmp_path: Path, hub: Hub) ->
     assert "hf auth login" in said
     assert "\n" not in said
     assert (tmp_path / "out" / "README.md").exists()
+
+
+PUSH_COMMAND = """
+import sys
+from fedlora.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def finished_run(where: Path, **sections: Any) -> Path:
+    """Write what a run leaves behind: configuration, adapter, summary."""
+    from fedlora.config.resolve import save_resolved
+    from fedlora.training.port import Packet, encode_packet
+    from fedlora.wire.codec import to_arrays
+
+    bench = make_bench(where / "base", "llama", ["q_proj"], model={"task": "instruction"}, **sections)
+    header, arrays = to_arrays(trained_payload(bench))
+    run = where / "run"
+    save_resolved(bench.config, run / "config.yaml")
+    (run / "adapter.flr").write_bytes(encode_packet(Packet({"payload": header}, arrays)))
+    summary = {
+        "status": "finished",
+        "epsilon": 3.25049,
+        "rounds": 5,
+        "metrics": {"perplexity": 9.5, "loss": None},
+    }
+    (run / "summary.json").write_text(json.dumps(summary | {"statement": {}, "warnings": []}))
+    return run
+
+
+def test_export_push_of_a_run_sends_a_card_that_says_everything_and_no_path_or_record(
+    tmp_path: Path, hub: Hub
+) -> None:
+    run = finished_run(
+        tmp_path, data={"description": "Notes of two clinics,\nwritten 2025.", "license": "CC BY 4.0"}
+    )
+    done = push(run, hub, ["export", str(run), "--push", "me/model", "--json"])
+    written = json.loads(done)
+    assert written["pushed"].startswith(hub.address)
+    assert written["card_lacks"] == ["the base model's licence"]
+    card = hub.files["README.md"].decode()
+    stated = {
+        "epsilon (largest over clients) | 3.251": "rounded up",
+        "delta | 1e-05": "delta",
+        "unit | one record": "unit",
+        "adjacency | add_or_remove": "adjacency",
+        "adversary | anyone who sees all updates, the server included": "adversary",
+        "accountant | best": "accountant",
+        "Poisson sampling at the public rate 0.1": "assumption",
+        "Notes of two clinics, written 2025.": "data description",
+        "data (notes-2026): CC BY 4.0": "data licence",
+        "base model: not stated": "base licence",
+        "loss | not available": "metrics without a value",
+    }
+    assert not [name for text, name in stated.items() if text not in card], card
+    for name, content in hub.files.items():
+        assert b"/secret/place" not in content, name
+        assert str(tmp_path).encode() not in content, name
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--push", "not a name"], 62, "OWNER/NAME"),
+        (["--push", "name-alone"], 62, "OWNER/NAME"),
+        (["--push", "a/b/c"], 62, "OWNER/NAME"),
+        (["--push", "../../etc/passwd"], 62, "OWNER/NAME"),
+        (["--public"], 2, "--push"),
+        (["--dtype", "bfloat16"], 2, "--merged"),
+    ],
+)
+def test_options_that_cannot_work_end_before_anything_is_loaded(
+    options: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedlora.cli.main import main
+
+    assert main(["export", str(tmp_path / "nowhere"), *options]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["adapter.flr", "summary.json"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "foreign"])
+def test_a_damaged_run_folder_never_exports_a_private_looking_card(
+    what: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedlora.cli.main import main
+    from fedlora.training.port import Packet, encode_packet
+
+    run = finished_run(tmp_path)
+    whole = (run / what).read_bytes()
+    foreign = encode_packet(Packet({"other": 1}, {})) if what == "adapter.flr" else b"[1, 2]"
+    damaged = {"cut": whole[: len(whole) // 2], "garbage": b"\xff" * 50, "empty": b"", "foreign": foreign}
+    (run / what).write_bytes(damaged[damage])
+    code = main(["export", str(run), "--json"])
+    capsys.readouterr()
+    if what == "adapter.flr":
+        assert code == 62
+        assert not (run / "adapter").exists()
+    else:
+        assert code == 0
+        card = (run / "adapter" / "README.md").read_text()
+        assert "do not treat the model as private" in card
+        assert "summary cannot be read" in card
+
+
+def test_a_run_that_failed_says_so_on_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedlora.cli.main import main
+
+    run = finished_run(tmp_path)
+    (run / "summary.json").write_text(json.dumps({"status": "failed", "error": "X", "message": "y"}))
+    assert main(["export", str(run)]) == 0
+    assert "does not say yet: data.description, data.license" in capsys.readouterr().out
+    card = (run / "adapter" / "README.md").read_text()
+    assert "the run did not finish: its status is failed" in card
+    assert "do not treat the model as private" in card
+    (run / "summary.json").unlink()
+    assert main(["export", str(run), "--merged"]) == 0
+    assert "it did not finish" in (run / "merged" / "README.md").read_text()
+    assert json.loads((run / "merged" / "fedlora.json").read_text())["epsilon"] is None

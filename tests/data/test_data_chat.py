@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from data_helpers import byte_tokenizer, data_config, model_config, word_tokenizer
 
 from fedlora.data import build_task
-from fedlora.data.chat import encode_conversation, read_messages
+from fedlora.data.chat import encode_conversation, read_messages, render
+from fedlora.data.evaluation import stop_ids
 from fedlora.data.tasks.base import IGNORED
 from fedlora.errors import DataError
 
@@ -142,3 +144,61 @@ def test_a_response_longer_than_the_window_keeps_its_beginning() -> None:
     assert len(record.input_ids) == 16
     assert learned(task, record).startswith("0 1 2 3")
     assert record.labels[0] == IGNORED
+
+
+CHAT = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def chat_task(window: int, **data: Any) -> Any:
+    task = instruction(window, **data)
+    task.tokenizer.chat_template = CHAT
+    return task
+
+
+@pytest.mark.parametrize("mode", ["truncate_end", "truncate_prompt"])
+@pytest.mark.parametrize(
+    "shape",
+    ["long user", "long answer", "many turns", "long system", "long user after the answer", "two long turns"],
+)
+def test_h28_a_conversation_of_any_size_is_encoded_in_bounded_time_as_if_it_were_whole(
+    shape: str, mode: str
+) -> None:
+    task = chat_task(32, on_overlong=mode)
+    user, answer = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}
+    size = 2_000_000
+    long = {"role": "user", "content": "dog ran " * 400}
+    shapes: dict[str, list[dict[str, str]]] = {
+        "long user": [long, answer],
+        "long answer": [user, {"role": "assistant", "content": "0 1 2 " * 600}],
+        "many turns": [user, answer] * 60,
+        "long system": [{"role": "system", "content": "mat " * 700}, user, answer],
+        "long user after the answer": [user, answer, long],
+        "two long turns": [long, answer, long, answer],
+    }
+    messages = shapes[shape]
+    ids, labels = encode_conversation(task.tokenizer, messages)
+    last = max(turn for turn, each in enumerate(messages) if each["role"] == "assistant")
+    text = render(task.tokenizer, messages[:last], generation_prompt=True)
+    opening = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert task.encode({"messages": messages}) == task._cut(
+        ids, labels, list(opening), messages[last]["content"], True
+    )
+    huge = [{**each, "content": each["content"] * (size // len(each["content"]))} for each in messages[:4]]
+    started = time.perf_counter()
+    assert len(task.encode({"messages": huge}).input_ids) == 32
+    assert len(task.encode({"messages": messages * 100}).input_ids) == 32
+    assert time.perf_counter() - started < 2.0
+
+
+def test_generation_stops_at_the_templates_end_even_if_every_response_was_cut() -> None:
+    task = chat_task(16)
+    task.tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    task.tokenizer.chat_template = CHAT.replace("eos_token", "'<turn>'")
+    record = task.encode({"prompt": "the cat", "response": "0 1 2 3 4 " * 50})
+    assert record.labels[-1] != task.tokenizer.convert_tokens_to_ids("<turn>")
+    assert stop_ids(task, [record]) == sorted(
+        [task.tokenizer.eos_token_id, task.tokenizer.convert_tokens_to_ids("<turn>")]
+    )

@@ -41,6 +41,16 @@ def test_generation_answers_and_stops_at_the_learned_end(kind: str) -> None:
     assert answer_accuracy(task, model, records[1:], kind="number") == {"answer_accuracy": 1.0}
 
 
+@pytest.mark.parametrize("wanted", [1, 20, 500])
+def test_generation_never_leaves_the_models_window(wanted: int) -> None:
+    task = build_task(model_config("instruction"), data_config(), byte_tokenizer(64))
+    model = tiny_model("gpt2", window=64)
+    records = [task.encode({"prompt": "dog " * count, "response": "x"}) for count in (1, 30, 400)]
+    answers = generate_answers(task, model, records, max_new_tokens=wanted)
+    assert len(answers) == 3
+    assert answers == generate_answers(task, model, records, max_new_tokens=wanted, batch_size=1)
+
+
 def test_tasks_without_prompts_refuse_generation() -> None:
     task = build_task(model_config("causal-lm"), data_config(), byte_tokenizer())
     with pytest.raises(DataError, match="no prompts"):

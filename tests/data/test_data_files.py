@@ -59,7 +59,7 @@ def test_large_files_are_read_by_offset_and_survive_pickling(tmp_path: Path) -> 
     assert len(pickle.dumps(rows)) < 200_000
     assert again[10] == rows[10]
     path.write_text("{}\n")
-    with pytest.raises(DataError, match=r"row 11: the file changed"):
+    with pytest.raises(DataError, match="the file changed"):
         again[10]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fedlora.adapters.models import AUTO_CLASSES
 from fedlora.config.schema import DataConfig, ModelConfig
-from fedlora.data.labels import label_names, label_text
+from fedlora.data.labels import LONGEST_NUMBER, label_names, label_text
 from fedlora.data.rows import Row, Rows
 from fedlora.errors import DataError
 
@@ -107,6 +108,11 @@ def encode_row(task: Task, rows: Rows, place: int) -> Encoded:
         return task.encode(row)
     except DataError as fault:
         raise DataError(f"{rows.origin(place)}: {fault}") from fault
+    except Exception as fault:
+        # A tokenizer's or an image library's own words may quote the record.
+        raise DataError(
+            f"{rows.origin(place)}: the record cannot be encoded ({type(fault).__name__}); content withheld"
+        ) from None
 
 
 class Task(ABC):
@@ -242,7 +248,7 @@ class Task(ABC):
                 ) from None
         limit = self.model_config.num_labels
         text = label_text(value)
-        if limit is None or not text.isdecimal() or int(text) >= limit:
+        if limit is None or not text.isdecimal() or len(text) > LONGEST_NUMBER or int(text) >= limit:
             raise DataError(
                 "the label is not a number below model.num_labels; value withheld; list names in data.labels"
             )
@@ -258,6 +264,8 @@ def field_text(row: Row, name: str) -> str:
     if name not in row:
         raise DataError(f"column {name!r} is missing; map it with data.columns")
     value = row[name]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"column {name!r} is empty (no finite number); repair or remove the record")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

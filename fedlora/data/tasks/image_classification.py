@@ -75,7 +75,26 @@ def open_image(value: Any) -> Any:
         if isinstance(value, (bytes, bytearray)):
             return Image.open(io.BytesIO(value)).convert("RGB")
         if isinstance(value, (list, tuple, np.ndarray)):
-            return Image.fromarray(np.asarray(value, dtype=np.uint8)).convert("RGB")
+            return Image.fromarray(_levels(value)).convert("RGB")
         return value.convert("RGB")
+    except DataError:
+        raise
     except Exception as fault:
         raise DataError(f"the image cannot be read ({type(fault).__name__}); content withheld") from None
+
+
+def _levels(value: Any) -> np.ndarray[Any, Any]:
+    """Return an array of grey or colour levels, which are whole numbers from 0 to 255.
+
+    Raises:
+        DataError: for other numbers (fractions would all become black) and for an array without pixels.
+    """
+    found = np.asarray(value)
+    if found.size == 0:
+        raise DataError("the image has no pixels; repair or remove the record")
+    whole = found.astype(np.uint8) if found.dtype.kind in "uif" else found
+    if found.dtype.kind not in "uif" or not bool(np.all((found >= 0) & (found <= 255) & (found == whole))):
+        raise DataError(
+            "the image's values are not whole numbers from 0 to 255; scale it before; content withheld"
+        )
+    return whole

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from fedlora.data.chat import as_messages, encode_conversation, read_messages, render
+from fedlora.data.chat import (
+    Message,
+    as_messages,
+    encode_conversation,
+    keep_end,
+    keep_start,
+    read_messages,
+    render,
+)
 from fedlora.data.rows import Row
-from fedlora.data.tasks.base import IGNORED, Encoded, field_text
+from fedlora.data.tasks.base import CHARACTERS_PER_TOKEN, IGNORED, Encoded, field_text
 from fedlora.data.tasks.causal_lm import CausalLm
 from fedlora.errors import DataError
 
@@ -37,22 +46,33 @@ class Instruction(CausalLm):
     def encode(self, row: Row) -> Encoded:
         """Tokenise, label the responses, cut to the window, and keep what answers are generated from."""
         if "messages" in row and "response" not in self.data_config.columns:
-            messages = read_messages(row["messages"])
-        else:
-            prompt, cut_prompt = self.clip_text(self.text_of(row, "prompt"), keep_end=True)
-            response, cut_response = self.clip_text(field_text(row, "response"))
-            if not self._has_template:
-                return self._plain(prompt, response, cut_prompt or cut_response)
-            messages = as_messages(row, prompt, response)
+            return self._conversation(read_messages(row["messages"]))
+        prompt, cut_prompt = self.clip_text(self.text_of(row, "prompt"), keep_end=True)
+        response, cut_response = self.clip_text(field_text(row, "response"))
+        if not self._has_template:
+            return self._plain(prompt, response, cut_prompt or cut_response)
+        return self._conversation(as_messages(row, prompt, response), cut_prompt or cut_response)
+
+    def _conversation(self, messages: Sequence[Message], cut: bool = False) -> Encoded:
+        """Encode turns under the chat template; what cannot fit the window is left out before it is printed."""
         if not self._has_template:
             raise DataError("the tokenizer has no chat template; use prompt and response columns")
-        ids, labels = encode_conversation(self.tokenizer, messages)
         last = max((turn for turn, each in enumerate(messages) if each["role"] == "assistant"), default=None)
         if last is None:
             raise DataError("a conversation needs at least one assistant turn to learn from")
-        text = render(self.tokenizer, messages[:last], generation_prompt=True)
+        if last == 0:
+            raise DataError("a conversation cannot start with the assistant; put a user turn first")
+        bounds = self.window * CHARACTERS_PER_TOKEN, max(2, self.window // 2)
+        tail, cut_tail = keep_end(messages, last, *bounds)
+        if self.data_config.on_overlong == "truncate_prompt":
+            learned, cut_now = tail, cut_tail
+        else:
+            learned, cut_now = keep_start(messages, *bounds)
+        ids, labels = encode_conversation(self.tokenizer, learned)
+        before = max(turn for turn, each in enumerate(tail) if each["role"] == "assistant")
+        text = render(self.tokenizer, tail[:before], generation_prompt=True)
         opening = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return self._cut(ids, labels, opening, messages[last]["content"])
+        return self._cut(ids, labels, opening, messages[last]["content"], cut or cut_now)
 
     @property
     def _has_template(self) -> bool:

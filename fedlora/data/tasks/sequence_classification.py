@@ -16,6 +16,9 @@ from fedlora.data.tasks.base import Encoded, Task, field_text
 from fedlora.data.tasks.batching import batches, collate_tokens, evaluating, model_inputs
 from fedlora.errors import DataError
 
+_LARGEST_TARGET = 1e18
+"""Largest regression label: its square is a loss, which must be a finite float32."""
+
 
 class SequenceClassification(Task):
     """Columns: text (or a template), label; optional text_pair."""
@@ -74,8 +77,10 @@ class SequenceClassification(Task):
             value = float(row["label"])
         except (TypeError, ValueError):
             raise DataError("the label of a regression must be a number; value withheld") from None
-        if not np.isfinite(value):
-            raise DataError("the label of a regression must be finite; value withheld")
+        if not (abs(value) <= _LARGEST_TARGET):
+            raise DataError(
+                "the label of a regression must be finite (as float32, with its square); value withheld"
+            )
         return value
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedlora.data.metrics import classification_metrics, span_f1
 from fedlora.data.rows import Row
-from fedlora.data.tasks.base import IGNORED, Encoded, Task
+from fedlora.data.tasks.base import CHARACTERS_PER_TOKEN, IGNORED, Encoded, Task
 from fedlora.data.tasks.batching import (
     batches,
     collate_tokens,
@@ -37,7 +37,10 @@ class TokenClassification(Task):
             raise DataError("column 'tokens' must hold texts")
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError("token classification needs a fast tokenizer (tokenizer.json)")
-        kept = words[: self.window]  # every word gives at least one token, so no more can fit
+        if not words:
+            return Encoded(input_ids=[], labels=[], targets=0)
+        limit = self.window * CHARACTERS_PER_TOKEN
+        kept = [word[:limit] for word in words[: self.window]]  # a word gives a token, so no more can fit
         found = self.tokenizer(
             kept, is_split_into_words=True, truncation=True, max_length=self.window, verbose=False
         )

@@ -1,0 +1,79 @@
+"""What an export says of itself: the base model's shareable name, its own mark, and epsilon rounded the safe way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, Context, Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fedlora.adapters.models import LoadedBase
+from fedlora.adapters.offline import PACKAGE_PREFIX, PACKAGED_MODELS
+from fedlora.config.schema import FedLoraConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from fedlora.adapters.export import RunFacts
+
+FACTS_FILE: Final = "fedlora.json"
+"""Lies in every export; a folder without it is never replaced."""
+
+
+def portable_name(model: ModelConfig) -> str:
+    """Return the base model's name as others can load it: the hub's name of a packaged model."""
+    if not model.name_or_path.startswith(PACKAGE_PREFIX):
+        return model.name_or_path
+    asked = model.name_or_path[len(PACKAGE_PREFIX) :].replace("_", "-").lower()
+    return next(name for name, packaged in PACKAGED_MODELS.items() if packaged.distribution == asked)
+
+
+def hub_name(config: FedLoraConfig, base: LoadedBase) -> str | None:
+    """Return the base model's name on the hub, or None for a folder of this machine: its path says others nothing."""
+    return None if base.location.origin == "folder" else portable_name(config.model)
+
+
+def rounded_up(value: float) -> str:
+    """Return an epsilon with four digits, never below the value.
+
+    Example:
+        >>> rounded_up(8.00011), rounded_up(0.5)
+        ('8.001', '0.5')
+    """
+    return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(value))):.4g}"
+
+
+def write_facts(folder: Path, config: FedLoraConfig, base: LoadedBase, facts: RunFacts) -> None:
+    """Write `fedlora.json`: the model card's figures for programs. PUBLIC; no path of this machine in it."""
+    content = {
+        "base_model": hub_name(config, base),
+        "base_fingerprint": base.fingerprint,
+        "labels": list(config.data.labels) if config.data.labels is not None else None,
+        "task": config.model.task,
+        "epsilon": facts.epsilon,
+        "statement": dict(facts.statement),
+        "metrics": dict(facts.metrics),
+        "rounds": facts.rounds,
+        "warnings": list(shareable(config, facts.warnings)),
+    }
+    text = json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
+    (folder / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def shareable(config: FedLoraConfig, warnings: tuple[str, ...]) -> tuple[str, ...]:
+    """Return warnings without the path that a run started from."""
+    place = config.adapter.init_from
+    return (
+        warnings if place is None else tuple(one.replace(place, "another run's adapter") for one in warnings)
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value
