@@ -32,6 +32,7 @@ FedLoraError                                  1
 ├ ExportError                                62
 ├ CheckpointError                            63
 ├ FileAccessError                            64
+├ FolderInUseError                           65
 ├ DeploymentError                            70
 │ ├ AuthenticationError                      71
 │ │ └ PeerIdentityError                      73
@@ -270,6 +271,12 @@ class FileAccessError(FedLoraError):
     """A file or folder that the user named cannot be read or written (permissions, a full disk, a wrong kind)."""
 
     exit_code = 64
+
+
+class FolderInUseError(FedLoraError):
+    """A folder that one process at a time may work on is in use by another."""
+
+    exit_code = 65
 
 
 class DeploymentError(FedLoraError):

@@ -1,9 +1,23 @@
-"""Small files of a run folder that others read while they are written."""
+"""Small files of a run folder that others read while they are written, and the lock of a folder in use."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import logging
 import os
+import socket
+import weakref
 from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from fedlora.errors import FileAccessError, FolderInUseError
+
+_LOG = logging.getLogger(__name__)
+_LOCK_NAME: Final = "in-use.lock"
+_UNSUPPORTED: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -11,3 +25,96 @@ def replace_text(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names of new files in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class FolderLock:
+    """One process's exclusive use of a folder, from its making to `close` or to the process's death, however it dies.
+
+    The kernel holds the lock (flock on `in-use.lock`, which stays in the folder). Programs that this process starts
+    do not get it, and a forked child gives its copy up at once, so that workers that outlive a killed process do
+    not keep the folder. Where a file system knows no locks, a warning says so and nothing is locked.
+
+    Attributes:
+        path: the lock's file.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        """Take the lock, or fail at once.
+
+        Args:
+            folder: an existing folder.
+            what: what it is called in messages, e.g. "run folder".
+
+        Raises:
+            FolderInUseError: if another process (or another caller in this one) has it.
+            FileAccessError: if the lock's file cannot be made.
+        """
+        self.path = folder / _LOCK_NAME
+        try:
+            self._handle: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise FileAccessError(
+                f"{what} {folder}: cannot be locked ({error.strerror}); make it writable"
+            ) from error
+        try:
+            self._take(self._handle, folder, what)
+        except BaseException:
+            self.close()
+            raise
+        _HELD.add(self)
+
+    @staticmethod
+    def _take(handle: int, folder: Path, what: str) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                _LOG.warning("%s %s: this file system knows no locks; start nothing else on it", what, folder)
+                return
+            if not isinstance(error, BlockingIOError):
+                raise FileAccessError(f"{what} {folder}: cannot be locked ({error.strerror})") from error
+            owner = os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
+            raise FolderInUseError(
+                f"{what} {folder}: in use by {owner or 'another process'}; allowed: one process at a time; wait for "
+                "its end, or stop it"
+            ) from None
+        with contextlib.suppress(OSError):  # only a help for whoever is refused
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Give the folder up; safe to call twice."""
+        handle, self._handle = self._handle, None
+        _HELD.discard(self)
+        if handle is not None:
+            os.close(handle)
+
+    def __enter__(self) -> Self:
+        """Return the lock."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the folder up."""
+        self.close()
+
+
+_HELD: Final[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_HELD):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

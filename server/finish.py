@@ -12,9 +12,9 @@ from typing import Any
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import FedLoraError, FileAccessError
 from fedlora.names import RUN_FOLDER_UNWRITABLE
+from fedlora.simulation.clients_ledger import open_clients_ledger
 from fedlora.simulation.overlap import find_sharing
 from fedlora.simulation.prepare import make_federation
-from fedlora.simulation.run import open_clients_ledger
 from fedlora.simulation.settings import RunResult, ServerSettings
 from fedlora.training.port import Packet, encode_packet, where_it_failed
 from fedlora.training.starting import starting_warnings

@@ -9,11 +9,11 @@ from flwr.app import Context
 
 from fedlora.config import load_config
 from fedlora.simulation.appdir import code_hash
+from fedlora.simulation.clients_ledger import open_clients_ledger
 from fedlora.simulation.counts import write_partition
 from fedlora.simulation.flower import asks_to_simulate
 from fedlora.simulation.flower_plan import config_file, overrides_of, read_plan
 from fedlora.simulation.prepare import complete, make_federation
-from fedlora.simulation.run import open_clients_ledger
 from fedlora.simulation.settings import ServerSettings
 
 _APP_DIR = Path(__file__).resolve().parent.parent

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
@@ -15,7 +14,7 @@ from fedlora.aggregation import build_aggregator
 from fedlora.config import config_container
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
-from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
+from fedlora.ledger import Ledger, load_or_create_secret, open_ledger, register_of
 from fedlora.report.conditions import conditions_of
 from fedlora.report.diagnostics import RoundDiagnostics
 from fedlora.report.trackers import Trackers, open_trackers, require_trackers
@@ -78,7 +77,7 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
     bench = settings.bench if settings.bench is not None else build_workbench(config)
     loaded = time.perf_counter()
     roster = _roster(settings, grid)
-    ledger = _server_ledger(config, settings.folder)
+    ledger = _server_ledger(settings)
     charge = ServerCharge(ledger, config, settings.run_id)
     noise = ServerNoise(config)
     strategy, answers = _strategy(settings, bench, roster, noise, charge)
@@ -136,13 +135,19 @@ def _hooks(
     return before_round, epsilon
 
 
-def _server_ledger(config: FedLoraConfig, folder: Path) -> Ledger | None:
-    if not isinstance(config.privacy, ClientPrivacy):
+def _server_ledger(settings: ServerSettings) -> Ledger | None:
+    """Open the ledger of client-level privacy, beside the clients' own: whatever shares one shares the other."""
+    if not isinstance(settings.config.privacy, ClientPrivacy):
         return None
-    home = folder.parent
-    home.mkdir(parents=True, exist_ok=True)
-    secret = load_or_create_secret(home / "server-ledger.key")
-    return open_ledger(home / "server-ledger.sqlite", secret=secret)
+    beside = settings.folder.parent / "ledger.sqlite" if settings.ledger is None else settings.ledger
+    path = beside.with_name(f"server-{beside.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = path.with_suffix(".key")
+    secret = load_or_create_secret(key)
+    began = (
+        settings.folder / "config.yaml"
+    ).exists()  # written after the ledger was opened for the first time
+    return open_ledger(path, secret=secret, create=not began, register=register_of(key))
 
 
 def _strategy(

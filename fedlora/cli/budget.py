@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.budget_restore import restore
+from fedlora.cli.budget_restore import accept, restore
 from fedlora.cli.common import JsonOption, emit
 from fedlora.errors import LedgerError
-from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, open_ledger
+from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, open_ledger, register_of
 
 app = typer.Typer(
     help="Show, plan, verify, export, back up and restore privacy ledgers.\n\n"
@@ -84,7 +84,9 @@ def open_for(ledger: str, key: Path | None, anchor: Path | None, *, write: bool 
         secret = load_secret(file)
     except FileNotFoundError as error:
         raise LedgerError(f"ledger key {file}: no such file; give --key FILE") from error
-    return open_ledger(ledger, secret=secret, create=False, read_only=not write, anchor=anchor)
+    return open_ledger(
+        ledger, secret=secret, create=False, read_only=not write, anchor=anchor, register=register_of(file)
+    )
 
 
 def report_record(report: LedgerReport) -> dict[str, Any]:
@@ -347,5 +349,6 @@ def plan(
 
 
 app.command()(restore)
+app.command()(accept)
 
 __all__ = ["app", "find_key", "open_for", "report_record"]

@@ -115,7 +115,7 @@ def _release(
             return release_specification(config, label, client, lambda _: place.trainer, target)
         finally:
             place.ledger.close()
-    from fedlora.simulation.run import open_clients_ledger
+    from fedlora.simulation.clients_ledger import open_clients_ledger
 
     book = open_clients_ledger(config, ledger)
     try:

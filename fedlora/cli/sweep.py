@@ -63,7 +63,7 @@ def sweep(
 ) -> None:
     """Run a sweep."""
     from fedlora.config import load_config
-    from fedlora.simulation.sweep import SweepPlan, run_sweep
+    from fedlora.simulation.sweep import SweepPlan, run_sweep, sweep_ledger
     from fedlora.simulation.sweep_report import plot_svg, table_csv, table_text
 
     plan = SweepPlan(
@@ -77,7 +77,7 @@ def sweep(
         early_stopping=early_stopping,
         overlays=tuple(overlay or ()),
     )
-    public = load_config(config, (), overlay or ()).data.marked_public
+    settings = load_config(config, (), overlay or ())
 
     def note(result: TrialResult, done: int, total: int) -> None:
         value = result.metrics.get(metric)
@@ -100,8 +100,8 @@ def sweep(
     (out / "plot.svg").write_text(plot_svg(results, metric))
     told = (
         "each trial has a ledger of its own: the data is marked public"
-        if public
-        else f"all trials spend from {out / 'ledger.sqlite'}; what they spend adds up: {_spent(results)}"
+        if settings.data.marked_public
+        else f"all trials spend from {sweep_ledger(settings)}, as runs do; it adds up: {_spent(results)}"
     )
     emit(
         {"out": str(out), "ledger": told, "trials": [dataclasses.asdict(one) for one in results]},

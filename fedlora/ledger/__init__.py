@@ -15,6 +15,7 @@ from fedlora.ledger.keyfile import load_or_create_secret, load_secret
 from fedlora.ledger.ledger import Ledger
 from fedlora.ledger.opening import open_ledger
 from fedlora.ledger.outgoing import OutgoingMetrics, filter_metrics, metric_event, noise_metric
+from fedlora.ledger.register import register_of
 from fedlora.ledger.reports import VerifyReport
 from fedlora.ledger.types import (
     Account,
@@ -56,5 +57,6 @@ __all__ = [
     "person_event",
     "person_key",
     "record_bytes",
+    "register_of",
     "sketch_records",
 ]

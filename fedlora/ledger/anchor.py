@@ -13,18 +13,27 @@ from pathlib import Path
 from typing import Final
 
 from fedlora.errors import LedgerError, LedgerIntegrityError
+from fedlora.files import sync_folder
 from fedlora.ledger import chain
+from fedlora.ledger.register import NOT_ALLOWED
 
 _SLOT: Final = 256
 _MAGIC: Final = "fedlora-anchor-1"
 
 
 class Anchor:
-    """One anchor file, authenticated with the ledger's key."""
+    """One anchor file, authenticated with the ledger's key.
 
-    def __init__(self, path: Path, secret: bytes) -> None:
+    Attributes:
+        path: the file.
+        optional: it may be missing (beside a key that is used on another machine for the first time) and may
+            stand in a folder that cannot be written; what it knows binds all the same.
+    """
+
+    def __init__(self, path: Path, secret: bytes, *, optional: bool = False) -> None:
         """Name the file; nothing is read or written yet."""
         self.path = path
+        self.optional = optional
         self._mac = chain.make_mac(chain.derive_key(secret, "anchor"))
 
     def _parse(self, slot: bytes) -> tuple[int, bytes, str] | None:
@@ -78,7 +87,7 @@ class Anchor:
                 if fresh:
                     os.pwrite(descriptor, slot + slot, 0)
                     os.fsync(descriptor)
-                    self._sync_folder()
+                    sync_folder(self.path.parent)
                     return
                 first, second = self._parse(raw[:_SLOT]), self._parse(raw[_SLOT:])
                 use_second = first is not None and (second is None or second[0] < first[0])
@@ -87,13 +96,8 @@ class Anchor:
             finally:
                 os.close(descriptor)
         except OSError as error:
+            if self.optional and error.errno in NOT_ALLOWED:
+                return
             raise LedgerError(
                 f"ledger anchor {self.path}: cannot be written ({error.strerror}); what was reserved stays spent"
             ) from error
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -6,6 +6,7 @@ records does not reset what was spent. Without the secret it says nothing about 
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import hmac
 import json
@@ -87,6 +88,15 @@ class RecordSketch:
 
     hashes: tuple[int, ...]
     complete: bool
+
+    def fingerprint(self) -> str | None:
+        """Return the keyed fingerprint of the distinct records (64 hex digits), None if none or not all are here.
+
+        Under one key it is the same for the same records in every order; without the key it tells nothing.
+        """
+        if not self.complete or not self.hashes:
+            return None
+        return hashlib.sha256(b"".join(value.to_bytes(8, "big") for value in self.hashes)).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from fedlora.accounting import Event
-from fedlora.errors import LedgerIntegrityError
+from fedlora.errors import LedgerError, LedgerIntegrityError
 from fedlora.ledger import chain
 from fedlora.ledger.anchor import Anchor
 from fedlora.ledger.chain import Entry, canonical_json
-from fedlora.ledger.projection import period_of
+from fedlora.ledger.draft import Draft
+from fedlora.ledger.register import Register, begun_before
 from fedlora.ledger.schema import accounts, entries, events, snapshots
 from fedlora.ledger.state import LedgerState, integrity_error, readable_rows
 from fedlora.ledger.store import Store
@@ -34,84 +34,6 @@ SNAPSHOT_EVERY: Final = 16_384
 CLOCK_TOLERANCE_SECONDS: Final = 3600.0
 
 
-class Draft:
-    """Entries of the transaction in progress; they already count in the working state."""
-
-    def __init__(self, state: LedgerState, now: int, connection: sa.Connection) -> None:
-        """Start with nothing, at `now` milliseconds since the epoch, in an open transaction."""
-        self.state = state
-        self.connection = connection
-        self.now = now
-        self.period = period_of(now)
-        self.entries: list[Entry] = []
-        self.accounts: list[dict[str, Any]] = []
-        self.events: list[dict[str, Any]] = []
-        self._event_numbers: dict[Event, int] = {}
-
-    def account(self, account: Account) -> int:
-        """Return the account's number, defining it if it is new."""
-        number = self.state.account_ids.get(account)
-        if number is None:
-            number = len(self.state.accounts) + 1
-            self.state.define_account(number, account)
-            self.accounts.append({"id": number, "client": account.client, "dataset": account.dataset})
-        return number
-
-    def event(self, event: Event) -> int:
-        """Return the event's number, defining it if it is new."""
-        number = self._event_numbers.get(event)
-        if number is None:
-            text = event.key()
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            number = self.state.event_ids.get(digest, 0)
-            if number == 0:
-                number = len(self.state.event_ids) + 1
-                self.state.define_event(number, digest, text)
-                self.events.append({"id": number, "hash": digest, "json": text})
-            self._event_numbers[event] = number
-        return number
-
-    def add(
-        self,
-        kind: str,
-        account_id: int = 0,
-        *,
-        run_id: str = "",
-        server_round: int = 0,
-        attempt: int = 0,
-        event_id: int = 0,
-        steps: int = 0,
-        charge: int = 0,
-        ref: int = 0,
-        period: int | None = None,
-        digest: str = "",
-        detail: str = "",
-    ) -> int:
-        """Append one entry and return its sequence number."""
-        state = self.state
-        bare = Entry(
-            state.seq + 1,
-            kind,
-            account_id,
-            run_id,
-            server_round,
-            attempt,
-            event_id,
-            steps,
-            charge,
-            ref,
-            self.period if period is None else period,
-            self.now,
-            digest,
-            detail,
-            b"",
-        )
-        entry = state.link(bare)
-        state.apply(entry)
-        self.entries.append(entry)
-        return entry.seq
-
-
 class Journal:
     """One ledger's entries: durable, chained, replayed. Use from one process; threads are serialised."""
 
@@ -121,25 +43,29 @@ class Journal:
         secret: bytes,
         *,
         anchor: Anchor | None,
+        register: Register | None = None,
         clock: Clock = time.time,
         accept_lost_anchor: bool = False,
+        begin_anew: str = "",
     ) -> None:
-        """Open the journal and check it against its chain and its anchor.
+        """Open the journal and check it against its chain, its anchor and its key's register.
 
         Raises:
-            LedgerIntegrityError: if the chain does not hold, or the ledger is older than its anchor.
+            LedgerIntegrityError: if the chain does not hold, the ledger is older than its anchor, or the key has begun
+                another one.
             LedgerError: if the database cannot be used.
         """
         self.store = store
         self._key = chain.derive_key(secret, "chain")
         self._anchor = anchor
+        self._register = register
         self._clock = clock
         self._state: LedgerState | None = None
         self._floor: tuple[int, bytes] = (0, chain.ZERO_MAC)
         self._clock_noted = False
-        self._open(accept_lost_anchor)
+        self._open(accept_lost_anchor, begin_anew)
 
-    def _open(self, accept_lost_anchor: bool) -> None:
+    def _open(self, accept_lost_anchor: bool, begin_anew: str) -> None:
         lost = ""
         known = None
         if self._anchor is not None:
@@ -162,31 +88,55 @@ class Journal:
             self.store.integrity_check()  # a damaged index would hide a round that was spent
         if known is not None and known[2] != state.ledger_id:
             raise integrity_error(1, "belongs to another ledger than the anchor beside it")
+        if begin_anew and state.seq > 0:
+            raise LedgerError(f"ledger {self.store.location}: has entries already; nothing was begun anew")
         if state.seq == 0:
-            self._begin()
+            self._begin(begin_anew)
         elif self._anchor is not None and known is None:
             self._adopt(state, lost or "missing", accept_lost_anchor)
+        self._enrol(self.state)
 
-    def _begin(self) -> None:
+    def _begin(self, anew: str) -> None:
+        register, ledger_id = self._register, secrets.token_hex(16)
+        if register is not None and anew:
+            register.add(ledger_id)
+        elif register is not None and register.begun() and self.refresh().seq == 0:
+            raise begun_before(self.store.location, register)
         with self.transaction() as draft:
             if draft.state.seq == 0:
-                draft.add(
-                    chain.GENESIS, detail=canonical_json({"ledger_id": secrets.token_hex(16), "format": 1})
-                )
+                draft.add(chain.GENESIS, detail=canonical_json({"ledger_id": ledger_id, "format": 1}))
+                if anew:
+                    text = f"begun anew; what an earlier ledger of this key charged is in no figure: {anew}"
+                    draft.add(chain.NOTE, detail=canonical_json({"conditions": [text]}))
+
+    def _enrol(self, state: LedgerState) -> None:
+        register = self._register
+        known = () if register is None else register.known()
+        if register is None or state.ledger_id in known:
+            return
+        if self.store.read_only and known:
+            state.conditions["its key has begun another ledger too: the figures of both add up"] = None
+        elif known:
+            raise LedgerIntegrityError(
+                f"ledger {self.store.location}: is not a ledger that its key has begun ({register.path} names others); "
+                "put the right one back, or let the owner accept it with 'fedlora budget accept' and a reason"
+            )
+        elif not self.store.read_only:
+            register.add(state.ledger_id)
 
     def _adopt(self, state: LedgerState, what: str, accepted: bool) -> None:
         anchor = self._anchor
-        if anchor is None or (self.store.read_only and state.seq == 1):
+        if anchor is None or (self.store.read_only and (state.seq == 1 or anchor.optional)):
             return
         if self.store.read_only:
             state.conditions["the anchor is missing: a rollback to an older copy cannot be excluded"] = None
-        elif state.seq == 1:
+        elif state.seq == 1 or (anchor.optional and what == "missing"):
             anchor.write(state.seq, state.mac, state.ledger_id)
         elif not accepted:
             raise LedgerIntegrityError(
                 f"ledger anchor {anchor.path}: missing beside a used ledger, so an older copy may have been put back; "
-                "put the anchor back, or compare the head with the last report or the server's mirror and "
-                "accept it with accept_lost_anchor (this is recorded)"
+                "put the anchor back, or compare the head with the last report or the server's mirror and let the "
+                "owner accept it with 'fedlora budget accept' and a reason (or accept_lost_anchor in Python)"
             )
         else:
             text = f"the anchor was {what} and was accepted anew; a rollback before that cannot be excluded"

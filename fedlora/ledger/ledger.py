@@ -240,13 +240,19 @@ class Ledger:
         state = self._journal.refresh()
         return project(state, account, event, steps, terms, self._journal.now(state))
 
+    def fingerprints(self) -> dict[Account, str]:
+        """Return the last fingerprint of each account's records, where there is one."""
+        found = self._journal.refresh().accounts.values()
+        return {entry.account: entry.fingerprint for entry in found if entry.fingerprint is not None}
+
     def worst_accounts(self) -> list[Account]:
         """Return accounts of which one has the largest lifetime epsilon (if all have the same delta and relation).
 
         An account is left out if another one was charged at least as often for every event.
         """
         state = self._journal.refresh()
-        return worst_accounts({entry.account: entry.spend for entry in state.accounts.values()})
+        budgeted = [entry for entry in state.accounts.values() if entry.terms is not None]
+        return worst_accounts({entry.account: entry.spend for entry in budgeted})
 
     def rounds(self, account: Account) -> tuple[RoundRow, ...]:
         """Return one row per reservation of an account, in order."""
@@ -259,8 +265,9 @@ class Ledger:
             return accounts_of_runs(connection, self._journal.sync(connection), prefix)
 
     def accounts(self) -> tuple[Account, ...]:
-        """Return all accounts, sorted."""
-        return tuple(sorted(self._journal.refresh().account_ids))
+        """Return all accounts that have a budget, sorted (records alone may have been opened for others)."""
+        known = self._journal.refresh().accounts.values()
+        return tuple(sorted(entry.account for entry in known if entry.terms is not None))
 
     def pending(self, run_id: str | None = None) -> tuple[Pending, ...]:
         """Return open reservations (after a crash: what was spent without a commit)."""

@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from fedlora.errors import LedgerError, LedgerIntegrityError
+from fedlora.files import sync_folder
 from fedlora.ledger.types import Account, Reservation
 
 
@@ -41,20 +42,13 @@ class ReplyStore:
                 stream.flush()
                 os.fsync(stream.fileno())
             temporary.replace(file)
-            self._sync_folder()
+            sync_folder(self._folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise LedgerError(
                 f"ledger reply {file.name}: cannot be kept ({error.strerror}); the round stays spent; do not send it"
             ) from error
         return digest
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def load(self, account: Account, run_id: str, server_round: int, digest: str) -> bytes | None:
         """Return the kept reply of a round, or None if another round's (or none) is kept.

@@ -18,7 +18,7 @@ from fedlora.errors import (
 )
 from fedlora.ledger import chain
 from fedlora.ledger.chain import canonical_json
-from fedlora.ledger.journal import Draft
+from fedlora.ledger.draft import Draft
 from fedlora.ledger.projection import Multiset, Projector, add_steps, first_period, multiset_of
 from fedlora.ledger.schema import entries
 from fedlora.ledger.state import LedgerState

@@ -1,4 +1,4 @@
-"""Put a copy of a lost ledger back: what the copy lacks is counted, accepted by its owner and said in every report."""
+"""Losses: put a copy back or go on with what is there; the owner accepts what is missing, every report says it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from fedlora.errors import LedgerError, LedgerIntegrityError
+from fedlora.files import sync_folder
 from fedlora.ledger import chain
 from fedlora.ledger.anchor import Anchor
 from fedlora.ledger.chain import canonical_json
 from fedlora.ledger.journal import Journal
+from fedlora.ledger.opening import anchor_of, file_of
+from fedlora.ledger.register import Register
+from fedlora.ledger.schema import entries
+from fedlora.ledger.state import LedgerState
 from fedlora.ledger.store import Store
 from fedlora.ledger.types import check_name
 
@@ -32,7 +39,13 @@ class Restored:
 
 
 def restore(
-    copy: Path, ledger: Path, *, secret: bytes, reason: str = "", anchor: Path | None = None
+    copy: Path,
+    ledger: Path,
+    *,
+    secret: bytes,
+    reason: str = "",
+    anchor: Path | None = None,
+    register: Path | None = None,
 ) -> Restored:
     """Put a copy in the place of a ledger that is gone, after checking every link of its chain.
 
@@ -41,11 +54,12 @@ def restore(
     accept that with a reason, and every later report repeats it.
 
     Args:
-        copy: what `backup` wrote.
+        copy: what `backup` wrote, or a ledger's file that was moved away (with its write-ahead log, if it has one).
         ledger: where it goes; nothing may be there.
         secret: the ledger's key, SENSITIVE.
         reason: why entries that may be missing are accepted.
         anchor: the ledger's anchor, `<ledger>.anchor` by default.
+        register: names the ledgers of the key (see `register_of`); None for none.
 
     Raises:
         LedgerError: if something is at the ledger's place, or it cannot be written.
@@ -65,6 +79,9 @@ def restore(
         staged = Path(folder) / "ledger.db"
         seq, mac, ledger_id = _checked(copy, staged, secret)
         missing = _missing(anchor_path, secret, seq, mac, ledger_id)
+        known = None if register is None else Register(register, secret)
+        if known is not None and known.known() and ledger_id not in known.known():
+            missing = None  # the key has begun another ledger: what that one charged is not in this copy
         if missing != 0 and not reason:
             what = (
                 "no anchor tells whether entries are missing"
@@ -78,21 +95,106 @@ def restore(
         head = chain.encode_head(seq, mac)
         if missing != 0:
             text = f"restored from a copy that ends at entry {seq}, {_words(missing)}: {reason}"
-            seq, mac = _accepted(staged, secret, text)
+            seq, mac = _accepted(Store(str(staged), create=False), secret, text)
             head = chain.encode_head(seq, mac)
         _place(staged, ledger)
+    if known is not None:
+        known.add(ledger_id)
     if missing != 0:
-        if anchor_path.exists():
-            anchor_path.rename(anchor_path.with_name(f"{anchor_path.name}.before-{time.time_ns()}"))
-        Anchor(anchor_path, secret).write(seq, mac, ledger_id)
+        _anchor_anew(Anchor(anchor_path, secret), seq, mac, ledger_id)
     return Restored(head, missing)
+
+
+def accept(
+    location: str, *, secret: bytes, reason: str, register: Path, anchor: Path | None = None
+) -> Restored:
+    """Go on with what is there: no ledger at all (a new one is begun), an older one, one without its anchor.
+
+    Every link of what is there is checked first. What is missing cannot be in any figure; the reason is an entry of
+    the chain and every later report repeats it. Old anchors are kept under another name.
+
+    Args:
+        location: path of a SQLite file, or a SQLAlchemy URL.
+        secret: the ledger's key, SENSITIVE.
+        reason: why what may be missing is accepted.
+        register: names the ledgers of the key (see `register_of`).
+        anchor: the ledger's anchor; the default is that of `open_ledger`.
+
+    Raises:
+        LedgerError: if nothing is missing, or it cannot be written.
+        LedgerIntegrityError: if what is there is damaged.
+    """
+    check_name("reason", reason)
+    known = Register(register, secret)
+    path = file_of(location)
+    guard = anchor_of(path, anchor, known, secret)
+    if path is not None and not path.exists() and _lost(None, guard, known, secret)[0] == 0:
+        raise LedgerError(f"ledger {path}: is not there, and nothing tells of an earlier one; check the path")
+    store = Store(location, create=True)
+    try:
+        state = _unbegun(store, secret)
+        missing, ledger_id = _lost(state, guard, known, secret)
+        if missing == 0:
+            raise LedgerError(f"ledger {store.location}: nothing is missing, so there is nothing to accept")
+        if state is None:
+            return Restored(_begun_anew(store, secret, guard, known, reason), missing)
+        text = f"accepted as it ends at entry {state.seq}, {_words(missing)}: {reason}"
+        seq, mac = _accepted(store, secret, text)
+        known.add(ledger_id)
+        if guard is not None:
+            _anchor_anew(guard, seq, mac, ledger_id)
+        return Restored(chain.encode_head(seq, mac), missing)
+    finally:
+        store.close()
+
+
+def _unbegun(store: Store, secret: bytes) -> LedgerState | None:
+    """Return the fully checked state of a ledger, None if it has no entry."""
+    with store.read() as connection:
+        empty = connection.execute(sa.select(entries.c.seq).limit(1)).first() is None
+    return None if empty else Journal(store, secret, anchor=None).verify()
+
+
+def _lost(
+    state: LedgerState | None, guard: Anchor | None, known: Register, secret: bytes
+) -> tuple[int | None, str]:
+    """Return how many entries are known to be missing (None: unknown) and the ledger's identity."""
+    if state is None:
+        return (None if known.begun() or (guard is not None and guard.path.exists()) else 0), ""
+    if known.known() and state.ledger_id not in known.known():
+        return None, state.ledger_id
+    if guard is None or (guard.optional and not guard.path.exists()):
+        return 0, state.ledger_id
+    try:
+        return _missing(guard.path, secret, state.seq, state.mac, state.ledger_id), state.ledger_id
+    except LedgerIntegrityError:
+        return None, state.ledger_id
+
+
+def _begun_anew(store: Store, secret: bytes, guard: Anchor | None, known: Register, reason: str) -> str:
+    if guard is not None:
+        _set_aside(guard.path)
+    journal = Journal(store, secret, anchor=guard, register=known, begin_anew=reason)
+    return journal.state.head
+
+
+def _set_aside(anchor: Path) -> None:
+    if anchor.exists():
+        anchor.rename(anchor.with_name(f"{anchor.name}.before-{time.time_ns()}"))
+
+
+def _anchor_anew(anchor: Anchor, seq: int, mac: bytes, ledger_id: str) -> None:
+    _set_aside(anchor.path)
+    anchor.write(seq, mac, ledger_id)
 
 
 def _checked(copy: Path, staged: Path, secret: bytes) -> tuple[int, bytes, str]:
     """Copy the file and replay it in full; return its newest entry's number and link, and the ledger's id."""
     try:
-        shutil.copyfile(copy, staged)
-        os.chmod(staged, 0o600)
+        for suffix in ("", "-wal"):
+            if suffix == "" or Path(f"{copy}{suffix}").exists():
+                shutil.copyfile(f"{copy}{suffix}", f"{staged}{suffix}")
+                os.chmod(f"{staged}{suffix}", 0o600)
     except OSError as error:
         raise LedgerError(f"copy {copy}: cannot be read ({error.strerror}); check the path") from None
     store = Store(str(staged), create=False)
@@ -101,6 +203,10 @@ def _checked(copy: Path, staged: Path, secret: bytes) -> tuple[int, bytes, str]:
         return state.seq, state.mac, state.ledger_id
     finally:
         store.close()
+        if Path(f"{staged}-wal").exists():
+            raise LedgerError(
+                f"copy {copy}: its write-ahead log cannot be joined to it; check the free space"
+            )
 
 
 def _missing(anchor: Path, secret: bytes, seq: int, mac: bytes, ledger_id: str) -> int | None:
@@ -125,9 +231,8 @@ def _words(missing: int | None) -> str:
     )
 
 
-def _accepted(staged: Path, secret: bytes, text: str) -> tuple[int, bytes]:
-    """Write the note into the staged ledger; return its newest entry's number and link."""
-    store = Store(str(staged), create=False)
+def _accepted(store: Store, secret: bytes, text: str) -> tuple[int, bytes]:
+    """Write the note into a ledger and close it; return its newest entry's number and link."""
     try:
         journal = Journal(store, secret, anchor=None)
         with journal.transaction() as draft:
@@ -143,10 +248,6 @@ def _place(staged: Path, ledger: Path) -> None:
         with staged.open("rb") as stream:
             os.fsync(stream.fileno())
         os.link(staged, ledger)  # never over a file that has appeared meanwhile
-        folder = os.open(ledger.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(ledger.parent)
     except OSError as error:
         raise LedgerError(f"ledger {ledger}: cannot be written ({error.strerror})") from None

@@ -11,7 +11,7 @@ from fedlora.accounting import Event, NonPrivateEvent
 from fedlora.errors import LedgerError
 from fedlora.ledger import chain
 from fedlora.ledger.chain import canonical_json
-from fedlora.ledger.journal import Draft
+from fedlora.ledger.draft import Draft
 from fedlora.ledger.schema import entries
 from fedlora.ledger.state import LedgerState
 from fedlora.ledger.types import CommitRequest, Pending, Reservation

@@ -8,13 +8,16 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from fedlora.accounting import Event
 from fedlora.errors import FedLoraError, LedgerIntegrityError
 from fedlora.ledger import chain
 from fedlora.ledger.chain import Entry
 from fedlora.ledger.types import Account, AccountState, Budget, Pending
+
+_NAMED: Final = 16
+"""Accounts with the same records that are named to a further one at most."""
 
 
 def integrity_error(seq: int, what: str) -> LedgerIntegrityError:
@@ -69,6 +72,7 @@ class LedgerState:
         self.event_ids: dict[str, int] = {}
         self.pending: dict[int, Pending] = {}
         self.conditions: dict[str, None] = {}
+        self._holders: dict[str, dict[int, None]] = {}
         self.snapshot_seq = 0
         self.loaded_from = 0
         self._last_account = 0
@@ -211,8 +215,11 @@ class LedgerState:
             text = f"records changed at entry {entry.seq}; what was spent before stays spent"
             state.conditions[text] = None
         state.fingerprint = entry.digest
-        for other in self.accounts.values():
-            if other is not state and other.fingerprint == entry.digest:
+        holders = self._holders.setdefault(entry.digest, {})
+        others = [self.accounts[number] for number in holders if number != entry.account_id]
+        holders[entry.account_id] = None
+        for other in others[:_NAMED]:
+            if other.fingerprint == entry.digest:
                 for one, two in ((state, other.account), (other, state.account)):
                     text = (
                         f"the same records are charged as {two.client}/{two.dataset} too: the figures add up"
@@ -265,6 +272,8 @@ class LedgerState:
             state.terms = known[terms]
             state.spend = {(event, period): steps for event, period, steps in spend}
             state.fingerprint = fingerprint
+            if fingerprint is not None:
+                self._holders.setdefault(fingerprint, {})[number] = None
             state.conditions = dict.fromkeys(conditions)
         if any(self.event_hashes.get(number) != text for number, text in data["events"]):
             raise integrity_error(data["seq"], "an event row was edited")

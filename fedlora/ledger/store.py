@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.pool import StaticPool
@@ -24,6 +25,8 @@ from fedlora.errors import LedgerError, LedgerIntegrityError
 from fedlora.ledger.schema import EARLIER, REVISION
 
 BUSY_TIMEOUT_SECONDS: Final = 60.0
+IDLE_TIMEOUT_SECONDS: Final = 600.0
+"""After this long inside one transaction without a word a PostgreSQL writer is taken for dead (stopped, or cut off)."""
 _POLL_SECONDS: Final = (0.001, 0.004)
 """Pause between two tries for SQLite's write lock. Its own handler sleeps up to 100 ms and starves beside a writer
 whose pauses are shorter than that."""
@@ -109,11 +112,13 @@ class Store:
                     f"ledger {_hide_password(text)}: no driver ({type(error).__name__}); "
                     "for PostgreSQL install fedlora[postgres] and use postgresql+psycopg://"
                 ) from error
-        engine = sa.create_engine(
-            sa.URL.create("sqlite", database=str(self.path)),
-            poolclass=StaticPool,
-            connect_args={"check_same_thread": False, "timeout": BUSY_TIMEOUT_SECONDS},
-        )
+        fixed = self.read_only and _cannot_change(self.path)
+        place = f"file:{quote(str(self.path))}?mode=ro&immutable=1" if fixed else str(self.path)
+
+        def connect() -> sqlite3.Connection:
+            return sqlite3.connect(place, BUSY_TIMEOUT_SECONDS, check_same_thread=False, uri=fixed)
+
+        engine = sa.create_engine("sqlite://", poolclass=StaticPool, creator=connect)
         sa.event.listen(engine, "connect", self._configure_sqlite)
         sa.event.listen(engine, "begin", self._begin_sqlite)
         return engine
@@ -160,9 +165,24 @@ class Store:
         with self._lock, self._translated(), self._engine.begin() as connection:
             self._check_same_file()
             if connection.dialect.name == "postgresql":
-                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
-                connection.execute(sa.text("SET LOCAL synchronous_commit TO on"))
+                self._begin_postgres(connection)
             yield connection
+
+    @staticmethod
+    def _begin_postgres(connection: sa.Connection) -> None:
+        """Take the writers' lock; neither a stopped writer nor a server that does not sync holds others up or lies."""
+        for setting in (
+            f"lock_timeout TO '{int(BUSY_TIMEOUT_SECONDS)}s'",
+            f"idle_in_transaction_session_timeout TO '{int(IDLE_TIMEOUT_SECONDS)}s'",
+            "synchronous_commit TO on",
+        ):
+            connection.execute(sa.text(f"SET LOCAL {setting}"))
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+        if connection.execute(sa.text("SHOW fsync")).scalar() != "on":
+            raise LedgerError(
+                "ledger: the PostgreSQL server runs with fsync off and may forget what it has confirmed; required: "
+                "fsync = on in its configuration"
+            )
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -227,9 +247,12 @@ class Store:
                 f"ledger {self.location}: damaged ({text}); required: an intact database; "
                 "restore the newest backup and run 'fedlora budget verify'; what it lacks counts as spent"
             )
-        return LedgerError(
-            f"ledger {self.location}: cannot be used ({text}); nothing may be released until it is writable again"
+        advice = (
+            "to read it, copy the file and its -wal to a folder that can be written"
+            if self.read_only
+            else "nothing may be released until it is writable again"
         )
+        return LedgerError(f"ledger {self.location}: cannot be used ({text}); {advice}")
 
     def _check_schema(self, *, create: bool) -> None:
         with self.read() as connection:
@@ -290,6 +313,16 @@ class Store:
         """Close all connections."""
         if os.getpid() == self._pid:
             self._engine.dispose()
+
+
+def _cannot_change(path: Path) -> bool:
+    """Return whether a ledger lies whole in a folder that this process cannot write.
+
+    SQLite would make its shared memory there. Without a write-ahead log everything is in the file, and a writer
+    with other rights who comes meanwhile leaves what is read valid up to its last entry.
+    """
+    log = Path(f"{path}-wal")
+    return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size > 0)
 
 
 def _wait_for_the_lock(cursor: Any) -> None:

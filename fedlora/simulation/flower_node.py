@@ -19,9 +19,9 @@ from fedlora.data import load_rows
 from fedlora.errors import ConfigError, DataError
 from fedlora.ledger import Ledger
 from fedlora.simulation.appdir import code_hash
+from fedlora.simulation.clients_ledger import open_clients_ledger
 from fedlora.simulation.flower_plan import FlowerPlan, read_plan
 from fedlora.simulation.prepare import Index, make_federation, share_out
-from fedlora.simulation.run import open_clients_ledger
 from fedlora.training.charging import BudgetKeeper, GrantKeeper, LedgerKeeper
 from fedlora.training.policy import Policy
 from fedlora.training.port import Hello, LocalPort, Packet, PacketPort

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Rows
-from fedlora.ledger import RecordSketch, find_overlaps, person_key, record_bytes, sketch_records
+from fedlora.ledger import Account, RecordSketch, find_overlaps, person_key, record_bytes, sketch_records
 
 Index = npt.NDArray[np.int64]
 MAX_RECORDS: Final = 200_000
@@ -36,6 +36,8 @@ class Sharing:
         most_clients: largest number of clients that one of them sits at.
         clients: every client that shares one.
         example: the pair that shares most, with its number; None if there is none or there are too many pairs.
+        fingerprints: client to the keyed fingerprint of its records (or people); none without the ledger's key.
+        moved: clients that hold other records than in earlier runs of the ledger.
     """
 
     what: str
@@ -43,10 +45,24 @@ class Sharing:
     most_clients: int
     clients: frozenset[str]
     example: tuple[str, str, int] | None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    moved: int = 0
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences for the run's report."""
+        return (*self._overlaps(), *self._moves())
+
+    def _moves(self) -> tuple[str, ...]:
+        if self.moved == 0:
+            return ()
+        return (
+            f"{self.moved} clients hold other {self.what} than in earlier runs of this ledger (other data, or "
+            "dealt out anew); what was spent stays spent, and one that moved has spent at each of its clients: the "
+            "largest figure covers it only if every client takes part in every round alike",
+        )
+
+    def _overlaps(self) -> tuple[str, ...]:
         if self.shared is None:
             return (
                 f"overlap between clients was not looked for (more than {MAX_RECORDS} records); where "
@@ -69,32 +85,45 @@ class Sharing:
         return dict.fromkeys(self.clients, text)
 
 
-def find_sharing(config: FedLoraConfig, rows: Rows, parts: Mapping[str, Index]) -> Sharing | None:
-    """Look for records (or people, where `privacy.group_by` is set) at several clients.
+def find_sharing(
+    config: FedLoraConfig,
+    rows: Rows,
+    parts: Mapping[str, Index],
+    *,
+    secret: bytes | None = None,
+    earlier: Mapping[Account, str] | None = None,
+) -> Sharing | None:
+    """Look for records (or people, where `privacy.group_by` is set) at several clients, and for changed ones.
 
     Args:
         config: the run's configuration.
         rows: all rows, SENSITIVE.
         parts: client to the positions of its training rows.
+        secret: the ledger's key, SENSITIVE, for fingerprints that later runs can compare; None for none.
+        earlier: fingerprints that the ledger holds.
 
     Returns:
         None where clients' accounts are not charged per record.
     """
     privacy = config.privacy
-    if not isinstance(privacy, RecordPrivacy) or len(parts) < 2:
+    if not isinstance(privacy, RecordPrivacy) or (len(parts) < 2 and secret is None):
         return None
     what = "records" if privacy.group_by is None else "people"
     total = sum(len(index) for index in parts.values())
     if total > MAX_RECORDS:
         return Sharing(what, None, 0, frozenset(), None)
     people = None if privacy.group_by is None else rows.column(privacy.group_by)
-    key = secrets.token_bytes(32)
+    key = secrets.token_bytes(32) if secret is None else secret
     largest = max(1, max(len(index) for index in parts.values()))
     sketches = {
         client: sketch_records(_content(rows, people, index), key, size=largest)
         for client, index in parts.items()
     }
-    return _summary(what, sketches)
+    prints = {} if secret is None else {client: sketch.fingerprint() for client, sketch in sketches.items()}
+    known = {client: text for client, text in prints.items() if text is not None}
+    held = earlier or {}
+    moved = sum(held.get(Account(client, config.data.name), text) != text for client, text in known.items())
+    return replace(_summary(what, sketches), fingerprints=known, moved=moved)
 
 
 def _content(rows: Rows, people: list[Any] | None, index: Index) -> Iterator[bytes]:

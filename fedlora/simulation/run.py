@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,16 @@ from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig
 from fedlora.data import check_records
 from fedlora.errors import CheckpointError, SimulationError
-from fedlora.files import replace_text
-from fedlora.ledger import Ledger, load_or_create_secret, open_ledger
+from fedlora.files import FolderLock, replace_text
+from fedlora.ledger import Ledger
 from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
+from fedlora.simulation.clients_ledger import (
+    LEDGER_NOTE,
+    clients_secret,
+    ledger_of_run,
+    note_ledger,
+    open_clients_ledger,
+)
 from fedlora.simulation.counts import write_partition
 from fedlora.simulation.grid import HostedGrid, InProcessGrid
 from fedlora.simulation.host import NodeSpec
@@ -37,11 +44,11 @@ from fedlora.simulation.memory import (
     plan_memory,
     write_plan,
 )
-from fedlora.simulation.overlap import find_sharing
+from fedlora.simulation.overlap import Sharing, find_sharing
 from fedlora.simulation.prepare import Federation, complete, make_federation, share_out
 from fedlora.simulation.settings import Progress, RunResult, ServerSettings, register_settings
 from fedlora.simulation.spending import Spending
-from fedlora.training.charging import LedgerKeeper, charges
+from fedlora.training.charging import BudgetKeeper, LedgerKeeper
 
 _LOG = logging.getLogger(__name__)
 _FIRST_NODE = 1001
@@ -66,7 +73,7 @@ def simulate(
         config: checked configuration with a partition; not needed with `resume`.
         resume: folder of an interrupted run to go on with.
         ledger: the clients' ledger file; `ledger.sqlite` beside the run folders where None, so that runs
-            over the same data set add up.
+            over the same data set add up. A resumed run goes on with its own.
         progress: called after every round.
         in_process: run all nodes in this process, without Ray (tests, tiny runs).
         stop_after: end after this round as if interrupted (tests of resume).
@@ -78,12 +85,19 @@ def simulate(
 
     Raises:
         ClusterUnreachableError: if the Ray cluster does not answer within its bound.
+        FolderInUseError: if another process works on the run folder; nothing was begun or charged then.
         FedLoraError: whatever else ends the run.
     """
     started = time.perf_counter()
-    with _terminations():
+    with _terminations(), ExitStack() as held:
+        if resume is not None:
+            held.enter_context(_locked(resume))
+            ledger = ledger_of_run(resume, ledger)
         settings, federation = _settings(config, resume, progress, stop_after, run_id)
-        book = open_clients_ledger(settings.config, ledger)
+        if resume is None:
+            held.enter_context(_fresh_folder(settings, ledger))
+        settings.ledger = ledger
+        book = open_clients_ledger(settings.config, ledger, create=resume is None)
         try:
             spending = Spending(None if book is None else LedgerKeeper(book), settings.config)
             run_number = zlib.crc32(settings.run_id.encode()) + 1
@@ -103,6 +117,30 @@ def simulate(
         finally:
             if book is not None:
                 book.close()
+
+
+def _locked(folder: Path) -> FolderLock:
+    """Take a run folder for as long as the run lasts: two drivers on one folder would both train and both charge."""
+    if not folder.is_dir():
+        raise CheckpointError(f"resume: {folder} is not there; give the folder of an earlier run")
+    return FolderLock(folder, "run folder")
+
+
+@contextmanager
+def _fresh_folder(settings: ServerSettings, ledger: Path | None) -> Iterator[None]:
+    """Make and take a new run's folder; one in which nothing was written by its end is removed again."""
+    folder = settings.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder) as lock:
+        note_ledger(folder, settings.config, ledger)
+        try:
+            yield
+        finally:
+            own = {lock.path, folder / LEDGER_NOTE}
+            if set(folder.iterdir()) == own:
+                for path in own:
+                    path.unlink()
+                folder.rmdir()
 
 
 def _closed(
@@ -175,21 +213,6 @@ def _next_attempt(folder: Path) -> int:
     attempt = (int(text) if text.isdigit() else 1) + 1
     replace_text(path, str(attempt))
     return attempt
-
-
-def open_clients_ledger(config: FedLoraConfig, path: Path | None) -> Ledger | None:
-    """Open (or make) the simulated clients' ledger; None where nothing is charged.
-
-    Args:
-        config: configuration; `run.dir` holds the ledger unless a path is given.
-        path: the ledger file; its secret lies beside it.
-    """
-    if not charges(config):
-        return None
-    target = Path(config.run.dir) / "ledger.sqlite" if path is None else path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    secret = load_or_create_secret(target.with_suffix(".key"))
-    return open_ledger(target, secret=secret)
 
 
 def _with_ledger(result: RunResult, book: Ledger | None, settings: ServerSettings) -> RunResult:
@@ -265,8 +288,16 @@ def _prepare(
     if not settings.resume:
         check_records(settings.bench.task, federation.rows, federation.parts, seconds=_CHECK_SECONDS)
     write_partition(settings.folder, federation)
-    spending.sharing = find_sharing(federation.config, federation.rows, federation.parts)
+    spending.sharing = _sharing(settings, federation, spending.keeper)
     return _plan_memory(grid, settings, specs, announce)
+
+
+def _sharing(settings: ServerSettings, federation: Federation, keeper: BudgetKeeper | None) -> Sharing | None:
+    config, rows, parts = federation.config, federation.rows, federation.parts
+    if not isinstance(keeper, LedgerKeeper):
+        return find_sharing(config, rows, parts)
+    secret = clients_secret(config, settings.ledger)
+    return find_sharing(config, rows, parts, secret=secret, earlier=keeper.ledger.fingerprints())
 
 
 def _plan_memory(

@@ -99,6 +99,7 @@ class ServerSettings:
         bench: the loaded base model, where whoever resolved the configuration has loaded it already.
         expect: all logical clients of a simulation on Flower's engine; the run waits for every one.
         app_hash: hash of the app's code that every node must run; None where the library's version is enough.
+        ledger: where the clients' ledger is, if not beside the run folders; the server's own lies beside it.
         result: set by the ServerApp at the end.
     """
 
@@ -112,6 +113,7 @@ class ServerSettings:
     bench: Any = None
     expect: Sequence[str] | None = None
     app_hash: str | None = None
+    ledger: Path | None = None
     result: RunResult | None = None
 
 

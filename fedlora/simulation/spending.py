@@ -55,6 +55,7 @@ class Spending:
                 event=self.event,
                 steps=header["steps"],
                 notes={} if self.sharing is None else self.sharing.conditions(),
+                fingerprints=None if self.sharing is None else self.sharing.fingerprints,
             )
             plan.extend(requests)
             owners.extend([message_id] * len(requests))

@@ -1,7 +1,8 @@
 """Sweeps: many configurations as Ray tasks, one core (or a share of a GPU) each; resumable.
 
-Every trial is a whole simulation in one process. Trials over one data set spend from one ledger, so that
-the budget covers the sweep as a whole; only data that is marked public gets a ledger per trial.
+Every trial is a whole simulation in one process. Trials spend from the ledger that `fedlora simulate` uses with the
+same configuration, so that sweeps and runs over one data set add up; only data that is marked public gets a ledger
+per trial.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from fedlora.config import load_config
+from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import ConfigError, FedLoraError
-from fedlora.files import replace_text
+from fedlora.files import FolderLock, replace_text
 from fedlora.simulation.settings import RoundRecord
 
 _LOG = logging.getLogger(__name__)
@@ -165,8 +167,20 @@ class MedianRule:
         return len(known) >= self._least and value < statistics.median(known)
 
 
-def run_trial(plan: SweepPlan, trial: Trial, out: str) -> TrialResult:
-    """Run one trial in this process; a failure is a result, not an exception."""
+def sweep_ledger(config: FedLoraConfig) -> Path:
+    """Return the ledger that a sweep spends from: the one of `fedlora simulate` with the same `run.dir`."""
+    return Path(config.run.dir).absolute() / "ledger.sqlite"
+
+
+def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResult:
+    """Run one trial in this process; a failure is a result, not an exception.
+
+    Args:
+        plan: the sweep.
+        trial: what to run.
+        out: folder of the sweep.
+        shared: the ledger for data that is not marked public.
+    """
     from fedlora.simulation.run import simulate
 
     folder = Path(out)
@@ -177,7 +191,7 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str) -> TrialResult:
         if plan.early_stopping:
             rule = MedianRule(folder / "marks", trial.name, plan.metric, plan.larger_is_better)
         public = config.data.marked_public
-        ledger = folder / "ledgers" / f"{trial.name}.sqlite" if public else folder / "ledger.sqlite"
+        ledger = folder / "ledgers" / f"{trial.name}.sqlite" if public else Path(shared)
         result = simulate(config, in_process=True, progress=rule, ledger=ledger)
     except FedLoraError as error:
         text = str(error).splitlines()[0]
@@ -239,8 +253,24 @@ def run_sweep(
 
     Returns:
         One result per trial, in the plan's order.
+
+    Raises:
+        ConfigError: if the folder holds another sweep.
+        FolderInUseError: if another process works on the same sweep.
     """
     out.mkdir(parents=True, exist_ok=True)
+    with FolderLock(out, "sweep folder"):
+        return _run_waiting(plan, out, parallel, (cpus_per_trial, gpus_per_trial), progress, in_process)
+
+
+def _run_waiting(
+    plan: SweepPlan,
+    out: Path,
+    parallel: int | None,
+    share: tuple[float, float],
+    progress: Callable[[TrialResult, int, int], None] | None,
+    in_process: bool,
+) -> list[TrialResult]:
     text = json.dumps(asdict(plan), sort_keys=True)
     known = out / "sweep.json"
     if known.exists() and known.read_text() != text:
@@ -251,6 +281,7 @@ def run_sweep(
     trials = plan_trials(plan)
     done = finished_trials(out)
     waiting = [trial for trial in trials if trial.name not in done]
+    shared = str(sweep_ledger(load_config(plan.config, (), plan.overlays)))
 
     def note(result: TrialResult) -> None:
         done[result.name] = result
@@ -261,16 +292,16 @@ def run_sweep(
 
     if in_process:
         for trial in waiting:
-            note(run_trial(plan, trial, str(out)))
+            note(run_trial(plan, trial, str(out), shared))
     elif waiting:
-        _run_on_ray(plan, waiting, out, parallel, (cpus_per_trial, gpus_per_trial), note)
+        _run_on_ray(plan, waiting, (out, shared), parallel, share, note)
     return [done[trial.name] for trial in trials]
 
 
 def _run_on_ray(
     plan: SweepPlan,
     waiting: Sequence[Trial],
-    out: Path,
+    places: tuple[Path, str],
     parallel: int | None,
     share: tuple[float, float],
     note: Callable[[TrialResult], None],
@@ -279,7 +310,7 @@ def _run_on_ray(
 
     from fedlora.simulation.cluster import connect, disconnect
 
-    cpus, gpus = share
+    (out, shared), (cpus, gpus) = places, share
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     fitting = math.floor(cores / cpus) if cpus > 0 else cores
     slots = max(1, min(fitting, len(waiting)) if parallel is None else parallel)
@@ -294,7 +325,7 @@ def _run_on_ray(
         while queue or running:
             while queue and len(running) < slots:
                 trial = queue.pop(0)
-                running[task.remote(plan, trial, str(out))] = trial
+                running[task.remote(plan, trial, str(out), shared)] = trial
             finished, _ = ray.wait(list(running), num_returns=1, timeout=5.0)
             for reference in finished:
                 note(_result_of(reference, running.pop(reference)))

@@ -128,6 +128,7 @@ def plan_round(
     budgets: Mapping[str, Budget] | None = None,
     dataset: str | None = None,
     notes: Mapping[str, str] | None = None,
+    fingerprints: Mapping[str, str] | None = None,
 ) -> list[ReserveRequest]:
     """Build the reservations of one round, one per client.
 
@@ -141,6 +142,7 @@ def plan_round(
         budgets: a site's own terms per client; the configuration's otherwise.
         dataset: the site's own data-set name; the configuration's otherwise.
         notes: further conditions of single clients, which their reports must repeat.
+        fingerprints: keyed fingerprints of clients' records, where they are known (evidence only).
 
     Returns:
         One request per client, in the given order.
@@ -165,6 +167,7 @@ def plan_round(
                 server_round=server_round,
                 event=event,
                 steps=steps,
+                fingerprint=None if fingerprints is None else fingerprints.get(client),
                 assumptions=common if own is None else (*common, own),
             )
         )

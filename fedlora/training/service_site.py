@@ -27,6 +27,7 @@ from fedlora.ledger import (
     load_or_create_secret,
     open_ledger,
     record_bytes,
+    register_of,
 )
 from fedlora.training.charging import LedgerKeeper
 from fedlora.training.pinned import secure_desk
@@ -283,8 +284,9 @@ def build_site(
         LedgerError: if the ledger cannot be opened or is damaged.
         AuthenticationError: if the identity key is unusable.
     """
-    secret = load_or_create_secret(site_path(config_file, config.ledger.secret_file or "ledger.secret"))
-    ledger = _ledger(config, config_file, secret)
+    secret_file = site_path(config_file, config.ledger.secret_file or "ledger.secret")
+    secret = load_or_create_secret(secret_file)
+    ledger = _ledger(config, config_file, secret, register_of(secret_file))
     shelf = _shelf(config, config_file, secret, ledger)
     clients = shelf.clients()
     sign, identity, witness, key = None, None, None, None
@@ -322,7 +324,7 @@ def _terms(config: TrainerConfig) -> Budget:
     )
 
 
-def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Ledger:
+def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes, register: Path) -> Ledger:
     url, named = config.ledger.url, config.ledger.anchor
     anchor = None if named is None else site_path(config_file, named)
     if anchor is not None:
@@ -330,10 +332,10 @@ def _ledger(config: TrainerConfig, config_file: str | Path, secret: bytes) -> Le
     if "://" in url:
         folder = site_path(config_file, "ledger.replies")
         replies = None if url.startswith("sqlite") else folder
-        return open_ledger(url, secret=secret, anchor=anchor, replies=replies)
+        return open_ledger(url, secret=secret, anchor=anchor, replies=replies, register=register)
     path = site_path(config_file, url)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open_ledger(path, secret=secret, anchor=anchor)
+    return open_ledger(path, secret=secret, anchor=anchor, register=register)
 
 
 def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes, ledger: Ledger) -> SiteShelf:

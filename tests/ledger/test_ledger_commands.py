@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 import sqlite3
+import tempfile
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +18,7 @@ from ledger_helpers import BUDGET, EVENT, SITE, spend
 
 from fedlora.accounting import PoissonGaussianEvent, epsilon_of
 from fedlora.cli.main import main
-from fedlora.errors import FedLoraError
+from fedlora.errors import FedLoraError, LedgerError
 from fedlora.ledger import Account, Budget, load_or_create_secret, open_ledger
 
 
@@ -225,3 +228,56 @@ def test_key_of_a_simulations_ledger_is_found_beside_it(tmp_path):
     key = tmp_path / "demo.ledger.key"
     key.write_bytes(b"x" * 32)
     assert find_key(str(tmp_path / "demo.ledger.sqlite"), None) == key
+
+
+def test_show_goes_on_beside_an_account_whose_records_were_only_opened(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A site opens the records of all its clients at once; those that were never charged have no budget yet."""
+    secret = load_or_create_secret(site.parent / "keys" / "ledger.secret")
+    with open_ledger(site, secret=secret) as ledger:
+        ledger.note_fingerprint(Account("site-3", "news-2026"), "a" * 64)
+        assert len(ledger.accounts()) == 2
+        assert len(ledger.reports(ledger.worst_accounts())) >= 1
+    code, record = run(capsys, "show", site)
+    assert (code, len(record["accounts"])) == (0, 2)
+    assert run(capsys, "show", site, "--client", "site-3")[0] == 27
+    plan = ("plan", site, "--dataset", "news-2026", "--noise-multiplier", "5", "--steps", "3")
+    assert len(run(capsys, *plan)[1]["accounts"]) == 2
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_an_auditor_reads_a_ledger_in_a_folder_that_cannot_be_written(
+    site: Path, tmp_path: Path, log: bool
+) -> None:
+    """SQLite would put its shared memory there; with a write-ahead log the message says what to do."""
+    folder = Path(tempfile.mkdtemp(prefix="fedlora-auditor-"))
+    secret = load_or_create_secret(site.parent / "keys" / "ledger.secret")
+    writer = open_ledger(site, secret=secret)
+    spend(writer, 9)
+    for suffix in ("", "-wal", ".anchor") if log else ("",):
+        shutil.copy(f"{site}{suffix}", folder / f"ledger.db{suffix}")
+    writer.close()
+    if not log:
+        shutil.copy(site, folder / "ledger.db")
+    for file in folder.iterdir():
+        file.chmod(0o444)
+    folder.chmod(0o555)
+
+    def read() -> int:
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            with open_ledger(folder / "ledger.db", secret=secret, create=False, read_only=True) as ledger:
+                ledger.verify()
+                return ledger.report(SITE).num_events
+        except LedgerError as error:
+            return 100 if "folder that can be written" in str(error) else 101
+
+    child = os.fork()
+    if child == 0:
+        os._exit(read())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (100 if log else 12)
+    folder.chmod(0o755)
+    shutil.rmtree(folder)

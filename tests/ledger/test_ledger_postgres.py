@@ -18,8 +18,9 @@ from ledger_helpers import BUDGET, EVENT, SECRET, SITE, ask, spend
 
 from fedlora.accounting import epsilon_of
 from fedlora.errors import DuplicateRoundError, LedgerError, LedgerIntegrityError
-from fedlora.ledger import Account, Budget, Ledger, open_ledger
+from fedlora.ledger import Account, Budget, Ledger, load_or_create_secret, open_ledger, register_of
 from fedlora.ledger.exporting import backup, export_rows
+from fedlora.ledger.restoring import accept
 
 pytestmark = pytest.mark.postgres
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "ci-postgres"
@@ -109,6 +110,161 @@ def test_an_anchor_detects_a_restored_database(url: str, tmp_path: Path) -> None
     engine.dispose()
     with pytest.raises(LedgerIntegrityError, match="older copy"):
         open_ledger(url, secret=SECRET, anchor=anchor)
+
+
+def test_an_old_database_put_back_is_detected_beside_the_key(url: str, tmp_path: Path) -> None:
+    """Without any setting: the anchor of a ledger behind a URL is `<key>.anchor`."""
+    key = tmp_path / "ledger.secret"
+    secret, register = load_or_create_secret(key), register_of(key)
+    with open_ledger(url, secret=secret, register=register) as ledger:
+        spend(ledger, 1)
+    old = copy_of(url)
+    with open_ledger(url, secret=secret, register=register) as ledger:
+        spend(ledger, 2)
+    with pytest.raises(LedgerIntegrityError, match="older copy"):
+        open_ledger(old, secret=secret, register=register)
+    assert accept(old, secret=secret, reason="disk died", register=register).missing == 2
+    with open_ledger(old, secret=secret, register=register) as ledger:
+        spend(ledger, 3)
+        assert any("disk died" in text for text in ledger.report(SITE).conditions)
+    drop(old)
+
+
+def test_dropped_tables_are_not_begun_anew_silently(url: str, tmp_path: Path) -> None:
+    key = tmp_path / "ledger.secret"
+    secret, register = load_or_create_secret(key), register_of(key)
+    with open_ledger(url, secret=secret, register=register) as ledger:
+        spend(ledger, 1)
+    execute(url, "DROP TABLE snapshots, entries, events, accounts, alembic_version CASCADE")
+    for _ in range(2):
+        with pytest.raises(LedgerIntegrityError):
+            open_ledger(url, secret=secret, register=register)
+    accept(url, secret=secret, reason="dropped", register=register)
+    with open_ledger(url, secret=secret, register=register) as ledger:
+        spend(ledger, 1)
+        assert any("begun anew" in text for text in ledger.report(SITE).conditions)
+
+
+def test_a_key_used_on_another_machine_opens_a_database_in_use(url: str, tmp_path: Path) -> None:
+    key, copy = tmp_path / "ledger.secret", tmp_path / "elsewhere" / "ledger.secret"
+    secret = load_or_create_secret(key)
+    copy.parent.mkdir()
+    shutil.copy(key, copy)
+    for file in (key, copy, key, copy):
+        with open_ledger(url, secret=secret, register=register_of(file)) as ledger:
+            spend(ledger)
+    assert Path(f"{copy}.anchor").exists()
+
+
+def test_a_connection_lost_while_writing_leaves_at_least_what_was_spent(url: str) -> None:
+    wide, drawn = Budget(1000.0, 1e-5), 0
+    done = threading.Event()
+    with open_ledger(url, secret=SECRET) as ledger:
+        spend(ledger, 0, budget=wide)
+
+    def cut() -> None:
+        while not done.wait(0.05):
+            execute(
+                url.replace(sa.make_url(url).database or "", "postgres"),
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger_%'",
+            )
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    errors, number = 0, 0
+    try:
+        deadline = time.monotonic() + 3.0
+        ledger = open_ledger(url, secret=SECRET)
+        while time.monotonic() < deadline:
+            number += 1
+            try:
+                reservation = ledger.reserve_one(ask(number, budget=wide))
+                drawn += 4
+                ledger.commit([(reservation, 4, EVENT, "")])
+            except DuplicateRoundError:
+                continue
+            except LedgerError:
+                errors += 1
+        ledger.close()
+    except LedgerError:
+        errors += 1
+    finally:
+        done.set()
+        cutter.join()
+    assert errors > 0
+    with open_ledger(url, secret=SECRET) as ledger:
+        ledger.verify()
+        assert ledger.report(SITE).num_events >= drawn + 4
+
+
+def test_a_stopped_writer_does_not_hold_the_others_up_for_ever(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedlora.ledger.store.BUSY_TIMEOUT_SECONDS", 1.0)
+    with open_ledger(url, secret=SECRET) as ledger, open_ledger(url, secret=SECRET) as stopped:
+        spend(ledger, 1)
+        with stopped._journal.store.write(), pytest.raises(LedgerError, match="lock timeout"):
+            ledger.reserve_one(ask(2))
+        spend(ledger, 2)
+        monkeypatch.setattr("fedlora.ledger.store.IDLE_TIMEOUT_SECONDS", 1.0)
+
+        def stop() -> None:
+            with stopped._journal.store.write() as connection:
+                time.sleep(2.0)
+                spend(ledger, 3)  # the server has ended the stopped one's transaction
+                connection.execute(sa.text("SELECT 1"))
+
+        with pytest.raises(LedgerError, match="cannot be used"):
+            stop()
+        assert ledger.report(SITE).num_events == 12
+        ledger.verify()
+
+
+def test_a_server_that_does_not_sync_is_refused(url: str) -> None:
+    with open_ledger(url, secret=SECRET) as ledger:
+        spend(ledger, 1)
+    try:
+        execute(url, "ALTER SYSTEM SET fsync = off")
+    except sa.exc.ProgrammingError:
+        pytest.skip("no PostgreSQL server is installed (this one does not let its settings be changed)")
+    try:
+        execute(url, "SELECT pg_reload_conf()")
+        time.sleep(0.5)
+        with open_ledger(url, secret=SECRET) as ledger:
+            with pytest.raises(LedgerError, match="fsync off"):
+                ledger.reserve_one(ask(2))
+            assert ledger.report(SITE).num_events == 4
+    finally:
+        execute(url, "ALTER SYSTEM RESET fsync")
+        execute(url, "SELECT pg_reload_conf()")
+
+
+def execute(url: str, statement: str) -> None:
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            connection.execute(sa.text(statement))
+    finally:
+        engine.dispose()
+
+
+def copy_of(url: str) -> str:
+    """Copy a database as a backup would, and return the copy's URL."""
+    name = f"ledger_{secrets.token_hex(6)}"
+    parsed = sa.make_url(url)
+    execute(
+        parsed.set(database="postgres").render_as_string(hide_password=False),
+        f"CREATE DATABASE {name} TEMPLATE {parsed.database}",
+    )
+    return parsed.set(database=name).render_as_string(hide_password=False)
+
+
+def drop(url: str) -> None:
+    parsed = sa.make_url(url)
+    execute(
+        parsed.set(database="postgres").render_as_string(hide_password=False),
+        f"DROP DATABASE {parsed.database} WITH (FORCE)",
+    )
 
 
 def test_writers_are_serialised(url: str) -> None:

@@ -333,7 +333,8 @@ def run_values(helpers, world, tmp_path, **changes):
 
 
 def test_the_specification_and_the_run_add_up_in_the_clients_budget(values, helpers, world, tmp_path):
-    from fedlora.simulation.run import open_clients_ledger, simulate
+    from fedlora.simulation.clients_ledger import open_clients_ledger
+    from fedlora.simulation.run import simulate
 
     config = config_from_container(values)
     book = open_clients_ledger(config, None)
@@ -369,7 +370,8 @@ def test_the_report_shows_the_risks_of_paid_specifications_with_their_assumption
 ):
     from fedlora.report.page import embedded_data, render
     from fedlora.report.run_data import read_run
-    from fedlora.simulation.run import open_clients_ledger, simulate
+    from fedlora.simulation.clients_ledger import open_clients_ledger
+    from fedlora.simulation.run import simulate
 
     values["privacy"]["noise_multiplier"] = 60.0
     config = config_from_container(values)
