@@ -16,7 +16,7 @@ from fedlora.errors import LayoutMismatchError, NotOnManifoldError, RankMismatch
 from fedlora.mechanisms import build_mechanism
 from fedlora.mechanisms.noise import SeededNoise
 from fedlora.mechanisms.prism import share_core
-from fedlora.mechanisms.prism_state import take_tangent
+from fedlora.mechanisms.prism_state import shape_groups, take_tangent
 from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate
 from fedlora.names import CORE, GROUP_ADAPTERS, GROUP_HEAD, TANGENT_IN, TANGENT_OUT, block_name
 from fedlora.training.cohort import ClientJob, CohortEngine
@@ -278,9 +278,9 @@ def test_other_payload_kinds_and_impossible_ranks_are_refused():
     adapted, mechanism, *_ = setup("bert")
     with pytest.raises(LayoutMismatchError, match="frames"):
         mechanism.stages.open(mechanism, adapted, adapted.write_factors(), 1)
-    wide = adapted_model("bert", rank=17)
+    wide = {name: replace(spec, rank=17) for name, spec in adapted.layout.modules.items()}
     with pytest.raises(RankMismatchError, match="rank 17"):
-        build_mechanism(config("prism"), wide.layout).initial_payload(wide)
+        shape_groups(replace(adapted.layout, modules=wide))
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthonormal", "kaiming"])
