@@ -207,9 +207,9 @@ def main() -> None:
     parser.add_argument(
         "--weights", type=float, nargs="*", default=[], help="head weights instead of the rule"
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.02, 0.04])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.02, 0.04, 0.08])
     parser.add_argument("--projection-rates", type=float, nargs="+", default=[1.0, 3.0, 10.0])
-    parser.add_argument("--clip-factor", type=float, default=0.3)
+    parser.add_argument("--clip-factor", type=float, default=0.15)
     parser.add_argument(
         "--weight-factors",
         type=float,
@@ -223,6 +223,10 @@ def main() -> None:
     parser.add_argument(
         "--head-start", choices=["model", "typical"], default="typical", help="adapter.head_start"
     )
+    parser.add_argument("--init", default="orthonormal", help="adapter.init, the same for every mechanism")
+    parser.add_argument("--modules", nargs="+", default=["query", "value"], help="adapter.target_modules")
+    parser.add_argument("--head", default="classifier", help="the model's own name of its head")
+    parser.add_argument("--lora-alpha", type=float, default=8.0, help="8 is scaling 1 at rank 8")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--base-seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=None)

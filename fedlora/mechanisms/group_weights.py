@@ -18,9 +18,10 @@ which is Neyman's allocation. It depends neither on sigma nor on epsilon. Equal 
 n_g is measured on public sequences (random tokens with random labels by default) through the same model, so no
 private record is looked at and the weights cost no privacy. One thing must not be taken from the starting point: a new
 head's weights are tiny there, and the adapters' gradients come through them, so they are small at first and grow
-with the head. The measurement is therefore made at a head of typical size: rows scaled up (never down) until a
-feature aligned with one would give the logit 2, neither undecided nor saturated (`typical_head_scale`). Where no
-model runs, the adapters' norm follows from the layers' full gradient norms and the shapes (`mechanism_energy`).
+with the head. The weights hold for a whole run, so the measurement is made at a head as large as training leaves it:
+rows scaled up (never down) until a feature aligned with one would give the logit 6 (`TRAINED_LOGIT`, `head_scale`).
+Where no model runs, the adapters' norm follows from the layers' full gradient norms and the shapes
+(`mechanism_energy`).
 """
 
 from __future__ import annotations
@@ -55,25 +56,29 @@ class GroupRule:
     typical_norm: float
 
 
-TYPICAL_LOGIT = 2.0
-"""Logit that one row of a typical trained head gives to a feature aligned with it."""
+START_LOGIT = 2.0
+"""Logit that a row of a head started at `typical` size gives to an aligned feature: neither undecided nor saturated."""
+
+TRAINED_LOGIT = 6.0
+"""The same for a head at the end of training: odds of 400 to 1 against each other label. Weights are measured there."""
 
 
-def typical_head_scale(row_norm: float, feature_norm: float) -> float:
-    """Return the factor >= 1 by which a head's matrix is scaled up before public norms are measured.
+def head_scale(row_norm: float, feature_norm: float, logit: float) -> float:
+    """Return the factor >= 1 by which a head's matrix is scaled up so that an aligned feature gives `logit`.
 
     Args:
         row_norm: root mean square norm of the matrix's rows (one per output).
         feature_norm: root mean square norm of its inputs on public records.
+        logit: one row times a feature in its direction, afterwards.
 
     Example:
-        >>> typical_head_scale(0.5, 1.0)
+        >>> head_scale(0.5, 1.0, START_LOGIT)
         4.0
     """
     reach = row_norm * feature_norm
     if not (reach > 0 and math.isfinite(reach)):
         return 1.0
-    return max(1.0, TYPICAL_LOGIT / reach)
+    return max(1.0, logit / reach)
 
 
 def neyman_weights(norms: Mapping[str, float], dimensions: Mapping[str, int]) -> GroupRule:

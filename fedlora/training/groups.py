@@ -25,10 +25,12 @@ from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Encoded, Task
 from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.mechanisms.group_weights import (
+    START_LOGIT,
+    TRAINED_LOGIT,
+    head_scale,
     mechanism_dimension,
     neyman_weights,
     round_significant,
-    typical_head_scale,
 )
 from fedlora.mechanisms.per_record import per_record_gradients
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
@@ -93,8 +95,8 @@ def _text(task: Task, generator: np.random.Generator, tokens: int) -> str:
 def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
     """Return the root mean square of public records' gradient norms per group, at the adapter's start.
 
-    A new head is scaled to a typical size first (see `fedlora.mechanisms.group_weights`): the adapters' gradients
-    come through its weights, which are tiny at the start and grow within a few steps.
+    A new head is scaled to a trained head's size first (see `fedlora.mechanisms.group_weights`): the adapters'
+    gradients come through its weights, which are tiny at the start and grow with training.
 
     Args:
         mechanism: built with equal weights.
@@ -131,7 +133,7 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
 
 
 def start_heads_at_typical_size(config: FedLoraConfig, task: Task, adapted: AdaptedModel) -> dict[str, float]:
-    """Scale trained heads up to the size at which the group rule measures (`adapter.head_start: typical`).
+    """Scale trained heads up to a size at which adapters learn at once (`adapter.head_start: typical`).
 
     A new head's logits can be so flat that the adapters behind it receive next to no gradient for many rounds. Its rows
     are scaled, never down, until a feature aligned with one gives the logit 2. The features are those of public random
@@ -169,7 +171,7 @@ def start_heads_at_typical_size(config: FedLoraConfig, task: Task, adapted: Adap
         handle.remove()
     for name, square in squares.items():
         row_norm = math.sqrt(float(heads[name].weight.double().square().sum(1).mean()))
-        factors[name] = round_significant(typical_head_scale(row_norm, math.sqrt(square)))
+        factors[name] = round_significant(head_scale(row_norm, math.sqrt(square), START_LOGIT))
         heads[name].weight.data.mul_(factors[name])
     _LOG.info("heads start scaled by %s", factors)
     return factors
@@ -182,13 +184,13 @@ def _keep_square(
 
 
 def _scale_head(values: FlatBlocks, heads: Mapping[str, DeferredGradient]) -> None:
-    """Scale trained matrices (not embeddings) up to a typical size, in place."""
+    """Scale trained matrices (not embeddings) up to a trained head's size, in place."""
     for name, gradient in heads.items():
         if isinstance(gradient, OuterGradient):
             rows = values[name][0].mT if gradient.transposed else values[name][0]
             row_norm = math.sqrt(float(rows.double().square().sum(1).mean()))
             feature_norm = math.sqrt(float(gradient.x.double().square().sum(2).mean()))
-            values[name].mul_(typical_head_scale(row_norm, feature_norm))
+            values[name].mul_(head_scale(row_norm, feature_norm, TRAINED_LOGIT))
 
 
 def with_group_weights(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:

@@ -8,10 +8,11 @@ import pytest
 
 from fedlora.errors import PrivacyParameterError
 from fedlora.mechanisms.group_weights import (
+    START_LOGIT,
+    head_scale,
     mechanism_dimension,
     mechanism_energy,
     neyman_weights,
-    typical_head_scale,
     weights_for,
 )
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
@@ -98,10 +99,10 @@ def test_one_group_alone_has_weight_one() -> None:
 @pytest.mark.parametrize(
     ("row", "feature", "factor"), [(0.5, 1.0, 4.0), (4.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0)]
 )
-def test_a_head_is_scaled_up_to_a_typical_size_and_never_down(
+def test_a_head_is_scaled_up_to_an_asked_logit_and_never_down(
     row: float, feature: float, factor: float
 ) -> None:
-    assert typical_head_scale(row, feature) == factor
+    assert head_scale(row, feature, START_LOGIT) == factor
 
 
 @pytest.mark.parametrize("kind", ["prism", "lora_fa"])
