@@ -71,6 +71,9 @@ class TapSession:
             else:
                 target.add_(torch.bmm(left, right), alpha=scale)
             return
+        if left.is_cuda and beta == 0.0 and scale == 1.0:
+            torch.bmm(left, right, out_dtype=torch.float32, out=target)
+            return
         if left.is_cuda:
             product = torch.bmm(left, right, out_dtype=torch.float32)
         else:

@@ -151,8 +151,7 @@ def take_tangent(blocks: FlatBlocks, group: PrismGroup) -> Tangent:
 
 def put_block(blocks: FlatBlocks, modules: tuple[str, ...], key: str, values: Tensor) -> None:
     """Write (K, L, *shape) values into flat storage that this caller owns."""
-    for index, module in enumerate(modules):
-        blocks[block_name(module, key)].copy_(values[:, index])
+    torch._foreach_copy_([blocks[block_name(module, key)] for module in modules], list(values.unbind(1)))
 
 
 def tangent_arrays(groups: Mapping[tuple[str, ...], Tangent], client: int) -> dict[str, Array]:
