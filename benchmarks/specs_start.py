@@ -192,6 +192,8 @@ def one_seed(tasks: Sequence[TaskPair], parts: Parts, seed: int, args: argparse.
     for place, task in enumerate(tasks):
         own = task.asking[1::2] if args.head == "shared" else task.asking
         train, rest = split_shots(own, args.shots, generator)
+        if not rest:
+            raise SystemExit(f"{task.name}: no records left for the test; lower --shots (got {args.shots})")
         config = adapter_config(args, args.train_epsilon or None, min(args.batch, len(train)), len(train))
         starts = {
             "nothing": fresh, "matched by specification": stored[matches[place]], "right group": stored[place],
