@@ -38,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the stable names."""
-    return ["__version__", *_LAZY]
+    return sorted(["__version__", *_LAZY, *_PACKAGES])

@@ -138,7 +138,7 @@ def _parse_json(text: str) -> Any:
         ValueError: saying what is wrong, without the text.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return _decoder.decode(text)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as fault:
@@ -152,6 +152,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     if len(found) != len(pairs):
         raise ValueError(_TWICE)
     return found
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def parse_text_line(line: str) -> Row | None:

@@ -206,7 +206,8 @@ class ParquetStore:
             raise DataError("reading Parquet needs pyarrow; run: pip install 'fedlora[data]'") from fault
         self._file.check()
         try:
-            return parquet.ParquetFile(self._path, memory_map=True)
+            # Not mapped: a mapped file that is cut while it is read ends the process.
+            return parquet.ParquetFile(self._path, memory_map=False)
         except Exception as fault:
             raise self._fault(fault) from None
 
@@ -215,7 +216,11 @@ class ParquetStore:
 
     def _group(self, number: int) -> Any:
         if number not in self._groups:
-            group = self._open().read_row_group(number)
+            try:
+                group = self._open().read_row_group(number)
+            except MemoryError:  # the groups that are kept are only there to save time
+                self._groups.clear()
+                group = self._open().read_row_group(number)
             room = self._keep - group.nbytes
             while self._groups and sum(kept.nbytes for kept in self._groups.values()) > room:
                 self._groups.popitem(last=False)

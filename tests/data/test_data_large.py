@@ -179,3 +179,27 @@ def test_blank_lines_and_quotes_do_not_shift_records(tmp_path: Path) -> None:
     assert [row["text"] for row in rows.subset(np.asarray([1, 0]))] == ["c", "a\r\n\r\nb"]
     assert rows.column("text") == ["a\r\n\r\nb", "c"]
     assert rows.origin(1).row == 7
+
+
+def test_parquet_lets_kept_groups_go_where_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    from fedlora.data.tables import ParquetStore
+
+    parquet.write_table(arrow.table({"text": list("abcd")}), tmp_path / "a.parquet", row_group_size=1)
+    store = ParquetStore(tmp_path / "a.parquet")
+    assert [store.read(place)["text"] for place in range(3)] == ["a", "b", "c"]
+    opened = store._open()
+
+    class Tight:
+        def read_row_group(self, number: int) -> object:
+            if store._groups:
+                raise MemoryError
+            return opened.read_row_group(number)
+
+    monkeypatch.setattr(store, "_open", Tight)
+    assert store.read(3)["text"] == "d"
+    assert list(store._groups) == [3]
