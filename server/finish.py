@@ -12,6 +12,7 @@ from typing import Any
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import FedLoraError, FileAccessError
 from fedlora.names import RUN_FOLDER_UNWRITABLE
+from fedlora.simulation.cards import restate_card
 from fedlora.simulation.clients_ledger import open_clients_ledger
 from fedlora.simulation.overlap import find_sharing
 from fedlora.simulation.prepare import make_federation
@@ -105,6 +106,7 @@ def add_clients_ledger(result: RunResult, settings: ServerSettings) -> RunResult
     highest = result.epsilon if epsilon is None else epsilon
     final = replace(result, epsilon=highest, warnings=(*result.warnings, *told))
     RunFolder(settings.folder).write_json("summary.json", final)
+    restate_card(settings.config, final)
     return final
 
 

@@ -22,7 +22,7 @@ import torch
 
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.export_card import left_open, write_card
-from fedlora.adapters.export_facts import FACTS_FILE, portable_name, write_facts
+from fedlora.adapters.export_facts import FACTS_FILE, BaseFacts, portable_name, write_facts
 from fedlora.adapters.export_probe import LogitDifference, difference, load_peft, probe_batch, probe_logits
 from fedlora.adapters.models import LoadedBase, load_base, quiet_transformers
 from fedlora.adapters.spectral import with_removed
@@ -158,11 +158,23 @@ def export_adapter(
                 f"export: logits of the reloaded adapter differ by {found.max_abs:.3g} (allowed {limit:.3g}); "
                 "nothing was written"
             )
-        write_card(scratch, config, bench.base, facts or RunFacts(), merged=False)
-        write_facts(scratch, config, bench.base, facts or RunFacts())
+        write_statements(scratch, config, BaseFacts.of(config, bench.base), facts or RunFacts(), merged=False)
     files = tuple(sorted(path.name for path in Path(folder).iterdir()))
-    lacks = left_open(config, bench.base)
+    lacks = left_open(config, BaseFacts.of(config, bench.base))
     return ExportReport(Path(folder), "peft", found, effect, limit, rank, files, lacks)
+
+
+def write_statements(
+    folder: Path, config: FedLoraConfig, base: BaseFacts, facts: RunFacts, *, merged: bool
+) -> None:
+    """Write the model card and `fedlora.json`."""
+    write_card(folder, config, base, facts, merged=merged)
+    write_facts(folder, config, base, facts)
+
+
+def restate(folder: Path, config: FedLoraConfig, facts: RunFacts) -> None:
+    """Write an adapter's card anew once more is known of its run (what the clients' ledgers say at its end)."""
+    write_statements(folder, config, BaseFacts.read(folder), facts, merged=False)
 
 
 def write_peft_folder(adapted: AdaptedModel, model: ModelConfig, folder: Path) -> int:

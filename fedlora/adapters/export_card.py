@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fedlora.adapters.export_facts import hub_name, rounded_up, shareable
-from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS, LoadedBase
+from fedlora.adapters.export_facts import BaseFacts, rounded_up, shareable
+from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS
 from fedlora.adapters.offline import PACKAGED_MODELS
 from fedlora.config.client_terms import client_terms
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
@@ -30,7 +30,7 @@ _NO_PRIVACY: Final = (
 
 
 def write_card(
-    folder: Path, config: FedLoraConfig, base: LoadedBase, facts: RunFacts, *, merged: bool
+    folder: Path, config: FedLoraConfig, base: BaseFacts, facts: RunFacts, *, merged: bool
 ) -> None:
     """Write README.md; it names no path, address or record of the training data."""
     sections = [
@@ -144,12 +144,11 @@ def _releases(config: FedLoraConfig, privacy: RecordPrivacy | ClientPrivacy) -> 
     return f"{rounds} rounds"
 
 
-def _front_matter(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
+def _front_matter(config: FedLoraConfig, base: BaseFacts, merged: bool) -> str:
     private = not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "os"
-    name = hub_name(config, base)
     lines = [
         "---",
-        *([f"base_model: {name}"] if name is not None else []),
+        *([f"base_model: {base.name}"] if base.name is not None else []),
         f"library_name: {'transformers' if merged else 'peft'}",
         f"pipeline_tag: {_PIPELINES[config.model.task]}",
         *([f"license: {base.license}"] if base.license else []),
@@ -162,14 +161,13 @@ def _front_matter(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
     return "\n".join(lines)
 
 
-def _intro(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
+def _intro(config: FedLoraConfig, base: BaseFacts, merged: bool) -> str:
     what = "A model with a merged LoRA adapter" if merged else "A LoRA adapter"
-    name = hub_name(config, base)
-    on = f"`{name}`" if name is not None else "a base model that lay in a folder"
+    on = f"`{base.name}`" if base.name is not None else "a base model that lay in a folder"
     text = f"{what} for {config.model.task} on {on} (weights with the fingerprint `{base.fingerprint}`), "
     text += "trained with federated learning by fedlora."
     for other, packaged in PACKAGED_MODELS.items():
-        if not packaged.exact and other == name:
+        if not packaged.exact and other == base.name:
             text += (
                 f" It may have been trained on the rounded weights of the package {packaged.distribution}; compare the "
                 "fingerprint."
@@ -192,7 +190,7 @@ def _data(config: FedLoraConfig) -> str:
     return f"{_table(rows)}\n\n{_line(config.data.description or missing)}"
 
 
-def left_open(config: FedLoraConfig, base: LoadedBase) -> tuple[str, ...]:
+def left_open(config: FedLoraConfig, base: BaseFacts) -> tuple[str, ...]:
     """Return what a reader of the card still misses: configuration keys, or the base model's licence."""
     found = [f"data.{key}" for key in ("description", "license") if getattr(config.data, key) is None]
     return (*found, *(() if base.license else ("the base model's licence",)))
@@ -210,19 +208,19 @@ def _training(config: FedLoraConfig, facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def _usage(config: FedLoraConfig, base: LoadedBase, merged: bool) -> str:
+def _usage(config: FedLoraConfig, base: BaseFacts, merged: bool) -> str:
     auto, count = AUTO_CLASSES[config.model.task], config.model.num_labels
     labels = f", num_labels={count}" if config.model.task in LABELLED_TASKS and count is not None else ""
     if merged:
         return f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("THIS FOLDER")\n```'
     return (
         f"```python\nfrom peft import PeftModel\nfrom transformers import {auto}\n\n"
-        f'base = {auto}.from_pretrained("{hub_name(config, base) or "THE BASE MODEL"}"{labels})\n'
+        f'base = {auto}.from_pretrained("{base.name or "THE BASE MODEL"}"{labels})\n'
         'model = PeftModel.from_pretrained(base, "THIS FOLDER")\n```'
     )
 
 
-def _licences(config: FedLoraConfig, base: LoadedBase) -> str:
+def _licences(config: FedLoraConfig, base: BaseFacts) -> str:
     return (
         f"- base model: {base.license or 'not stated where it was loaded from; look it up before sharing'}\n"
         f"- data ({config.data.name}): {_line(config.data.license or 'state it here before sharing')}"

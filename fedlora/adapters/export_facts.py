@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,9 +30,31 @@ def portable_name(model: ModelConfig) -> str:
     return next(name for name, packaged in PACKAGED_MODELS.items() if packaged.distribution == asked)
 
 
-def hub_name(config: FedLoraConfig, base: LoadedBase) -> str | None:
-    """Return the base model's name on the hub, or None for a folder of this machine: its path says others nothing."""
-    return None if base.location.origin == "folder" else portable_name(config.model)
+@dataclass(frozen=True)
+class BaseFacts:
+    """PUBLIC. What is said of the base model.
+
+    Attributes:
+        name: its name on the hub, or None for a folder of this machine, whose path says others nothing.
+        fingerprint: sha256 of its weights.
+        license: as its own card states it.
+    """
+
+    name: str | None
+    fingerprint: str
+    license: str | None
+
+    @classmethod
+    def of(cls, config: FedLoraConfig, base: LoadedBase) -> BaseFacts:
+        """Return the facts of a loaded base model."""
+        name = None if base.location.origin == "folder" else portable_name(config.model)
+        return cls(name, base.fingerprint, base.license)
+
+    @classmethod
+    def read(cls, folder: Path) -> BaseFacts:
+        """Return the facts that an export states."""
+        content = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        return cls(content["base_model"], content["base_fingerprint"], content["base_license"])
 
 
 def rounded_up(value: float) -> str:
@@ -44,11 +67,12 @@ def rounded_up(value: float) -> str:
     return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(value))):.4g}"
 
 
-def write_facts(folder: Path, config: FedLoraConfig, base: LoadedBase, facts: RunFacts) -> None:
+def write_facts(folder: Path, config: FedLoraConfig, base: BaseFacts, facts: RunFacts) -> None:
     """Write `fedlora.json`: the model card's figures for programs. PUBLIC; no path of this machine in it."""
     content = {
-        "base_model": hub_name(config, base),
+        "base_model": base.name,
         "base_fingerprint": base.fingerprint,
+        "base_license": base.license,
         "labels": list(config.data.labels) if config.data.labels is not None else None,
         "task": config.model.task,
         "epsilon": facts.epsilon,

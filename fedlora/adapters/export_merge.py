@@ -16,9 +16,10 @@ from fedlora.adapters.export import (
     save_processor,
     staged,
     write_peft_folder,
+    write_statements,
 )
-from fedlora.adapters.export_card import left_open, write_card
-from fedlora.adapters.export_facts import write_facts
+from fedlora.adapters.export_card import left_open
+from fedlora.adapters.export_facts import BaseFacts
 from fedlora.adapters.export_probe import LogitDifference, difference, load_peft, probe_batch, probe_logits
 from fedlora.adapters.models import AUTO_CLASSES, LoadedBase, load_base, quiet_transformers
 from fedlora.config.schema import ModelConfig
@@ -72,10 +73,10 @@ def export_merged(
         save_processor(bench.base.tokenizer, scratch)
         found = difference(reference, probe_logits(_reload(plain, scratch), batch))
         limit = _check(found, effect, dtype)
-        write_card(scratch, bench.config, bench.base, facts or RunFacts(), merged=True)
-        write_facts(scratch, bench.config, bench.base, facts or RunFacts())
+        base = BaseFacts.of(bench.config, bench.base)
+        write_statements(scratch, bench.config, base, facts or RunFacts(), merged=True)
     files = tuple(sorted(path.name for path in target.iterdir()))
-    lacks = left_open(bench.config, bench.base)
+    lacks = left_open(bench.config, base)
     return ExportReport(target, "merged", found, effect, limit, 0, files, lacks)
 
 

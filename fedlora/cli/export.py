@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedlora.config.schema import FedLoraConfig
     from fedlora.wire.payload import AdapterPayload
 
-_ENDED = ("finished", "stopped-early")
+_ENDED = ("finished", "stopped-early", "budget-exhausted")
 """How a run ends whose adapter is the one that it set out for."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -25,6 +25,7 @@ from fedlora.errors import CheckpointError, SimulationError
 from fedlora.files import FolderLock, replace_text
 from fedlora.ledger import Ledger
 from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
+from fedlora.simulation.cards import restate_card
 from fedlora.simulation.clients_ledger import (
     LEDGER_NOTE,
     clients_secret,
@@ -224,6 +225,7 @@ def _with_ledger(result: RunResult, book: Ledger | None, settings: ServerSetting
     epsilon = folder.write_ledger(settings.folder, book, settings.config, clients)
     final = replace(result, epsilon=epsilon if epsilon is not None else result.epsilon)
     folder.RunFolder(settings.folder).write_json("summary.json", final)
+    restate_card(settings.config, final)
     return final
 
 

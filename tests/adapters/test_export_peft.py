@@ -474,10 +474,12 @@ def test_a_card_never_suggests_privacy_that_is_not_there(how: str, tmp_path: Pat
 
 def card_of(tmp_path: Path, facts: RunFacts = FACTS, **sections: Any) -> str:
     from fedlora.adapters.export_card import write_card
+    from fedlora.adapters.export_facts import BaseFacts
 
     bench = make_bench(tmp_path / "base", "bert", ["query"], **sections)
     (tmp_path / "card").mkdir(exist_ok=True)
-    write_card(tmp_path / "card", bench.config, bench.base, facts, merged=False)
+    base = BaseFacts.of(bench.config, bench.base)
+    write_card(tmp_path / "card", bench.config, base, facts, merged=False)
     return (tmp_path / "card" / "README.md").read_text()
 
 

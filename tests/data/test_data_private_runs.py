@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from data_helpers import WORDS, byte_tokenizer, tiny_model
 
+from fedlora.adapters.export_facts import rounded_up
 from fedlora.config.schema import FedLoraConfig
 
 TASKS: dict[str, tuple[str, list[str]]] = {
@@ -121,6 +122,33 @@ def test_each_task_trains_evaluates_and_exports_under_privacy(task: str, tmp_pat
     assert (result.adapter / "adapter_model.safetensors").is_file()
 
 
+def test_the_runs_own_card_says_what_the_ledgers_say_at_its_end(tmp_path: Path) -> None:
+    """A second run on the same records, two clients that share one: both are known only after the server's export."""
+    from fedlora.simulation.run import simulate
+
+    targets = save_model("causal-lm", tmp_path / "base")
+    rows = [{"text": f"the cat {number % 3}"} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    data = {
+        "source": {"kind": "file", "paths": [str(tmp_path / "rows.jsonl")]},
+        "name": "shared",
+        "max_length": 48,
+        "partition": {"kind": "quantity", "clients": 2},
+    }
+    config = run_config("causal-lm", tmp_path, targets, data=data)
+    for _ in range(2):
+        result = simulate(config, in_process=True)
+        assert result.adapter is not None
+        facts = json.loads((result.adapter / "fedlora.json").read_text())
+        summary = json.loads((result.folder / "summary.json").read_text())
+        assert facts["epsilon"] == summary["epsilon"] == result.epsilon
+        assert facts["warnings"] == summary["warnings"] == list(result.warnings)
+        assert any("sit at several" in warning for warning in result.warnings)
+        card = (result.adapter / "README.md").read_text()
+        assert f"| {rounded_up(result.epsilon or 0.0)} |" in card
+        assert all(f"- {warning}" in card for warning in result.warnings)
+
+
 def test_export_command_reads_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fedlora.cli.main import main
     from fedlora.simulation.run import simulate
@@ -134,7 +162,7 @@ def test_export_command_reads_a_finished_run(tmp_path: Path, capsys: pytest.Capt
     assert written["kind"] == "peft"
     assert written["reload"]["max_abs"] <= written["limit"]
     card = (tmp_path / "adapter" / "README.md").read_text()
-    assert f"{result.epsilon:.4g}" in card
+    assert f"| {rounded_up(result.epsilon)} |" in card
     assert "one record (per record, not per person)" in card
     assert main(["export", str(result.folder), "--merged", "--json"]) == 0
     merged = json.loads(capsys.readouterr().out)
