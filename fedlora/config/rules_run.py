@@ -90,6 +90,18 @@ def public_eval_choice(v: View) -> Iterator[Problem]:
         yield Problem("data.public_eval", text)
 
 
+def keys_of_the_task(v: View) -> Iterator[Problem]:
+    """Keys that only tasks with prompts read."""
+    task = v("model.task")
+    if v("data.on_overlong") == "truncate_prompt" and task != "instruction":
+        text = f"truncate_prompt keeps a response, which {task} does not have; use truncate_end or refuse"
+        yield Problem("data.on_overlong", text)
+    if v("data.public_eval.answers") is not None and task not in {"instruction", "seq2seq"}:
+        yield Problem(
+            "data.public_eval.answers", f"has no effect on {task}, which generates nothing; remove it"
+        )
+
+
 def label_count(v: View) -> Iterator[Problem]:
     """The label names are distinct, at least two, and as many as the number of labels."""
     names, count = v("data.labels"), v.number("model.num_labels")
@@ -126,6 +138,7 @@ RUN_RULES: tuple[Rule, ...] = (
     member_rules,
     aggregation_keys,
     public_eval_choice,
+    keys_of_the_task,
     label_count,
     quantization_package,
     server_address,

@@ -71,6 +71,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "federation.rounds",
         "1e+12 in all",
     ),
+    "a response kept where there is none": (
+        {"data__on_overlong": "truncate_prompt"},
+        "data.on_overlong",
+        "truncate_end",
+    ),
+    "answers of a classifier": (
+        {"data__public_eval": {"fraction": 0.1, "answers": "exact"}},
+        "data.public_eval.answers",
+        "remove it",
+    ),
     "both noise keys": ({"privacy__noise_multiplier": 1.0}, "privacy.target_epsilon", "keep one"),
     "no noise key": ({"privacy__target_epsilon": ...}, "privacy.target_epsilon", "one of the two"),
     "mechanism none": ({"mechanism": {"kind": "none"}}, "mechanism.kind", "lora_fa"),

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from data_helpers import byte_tokenizer, data_config, model_config
 from test_data_private_runs import run_config
+from tokenizers.processors import TemplateProcessing
 
 from fedlora.config import config_container, load_config
+from fedlora.data import build_task
 from fedlora.data.partition import partition_rows
 from fedlora.data.rows import ListStore, Rows
 from fedlora.errors import ConfigError, DataError
@@ -61,3 +64,32 @@ def test_more_clients_than_records_are_refused_at_once(kind: str, tmp_path: Path
     partition = run_config("causal-lm", tmp_path, ["c_attn"], data=data).data.partition
     with pytest.raises(DataError, match=r"data\.partition\.clients: got 100000000000 for 3 records"):
         partition_rows(Rows(ListStore([{"label": 1}] * 3, "s"), {}), partition, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "least"),
+    [
+        ("sequence-classification", {"text": "the cat sat", "label": "a"}, 3),
+        ("sequence-classification", {"text": "the cat", "text_pair": "a dog ran", "label": "a"}, 4),
+        ("token-classification", {"tokens": ["the", "cat"], "tags": ["a", "b"]}, 3),
+        ("causal-lm", {"text": "the cat"}, 2),
+        ("instruction", {"prompt": "the cat", "response": "sat"}, 2),
+    ],
+)
+def test_a_length_without_room_for_text_is_refused_and_no_record_is_longer(
+    task: str, row: dict[str, object], least: int
+) -> None:
+    """Tokenizers do not cut at all where the special tokens alone fill the length."""
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A <eos>", pair="<eos> $A <eos> $B <eos>", special_tokens=[("<eos>", 1)]
+    )
+    for length in range(1, least + 2):
+        built = build_task(model_config(task), data_config(labels=["a", "b"], max_length=length), tokenizer)
+        if length < least:
+            with pytest.raises(
+                DataError, match=rf"data\.max_length: got {length}; allowed is at least {least}"
+            ):
+                built.encode(row)
+        else:
+            assert len(built.encode(row).input_ids) <= length

@@ -203,6 +203,18 @@ class Task(ABC):
             return wanted
         return min(wanted, stated) if wanted is not None else stated
 
+    def refuse_narrow(self, special: int) -> None:
+        """Refuse a window without room for one token beside the special ones: tokenizers do not cut to it then.
+
+        Raises:
+            DataError: saying what is needed.
+        """
+        if self.window <= special:
+            raise DataError(
+                f"data.max_length: got {self.window}; allowed is at least {special + 1} for records of this kind "
+                f"({special} special tokens and one of the text)"
+            )
+
     def text_of(self, row: Row, role: str = "text") -> str:
         """Return a record's text: the template filled in, or the role's column."""
         if self._template is not None and self.data_config.template is not None:

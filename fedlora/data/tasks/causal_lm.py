@@ -32,6 +32,7 @@ class CausalLm(Task):
 
     def encode(self, row: Row) -> Encoded:
         """Tokenise the text, append the end token, cut at the end; all tokens but the first are targets."""
+        self.refuse_narrow(1)  # nothing precedes the first token
         text, cut = self.clip_text(self.text_of(row))
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         end = self.tokenizer.eos_token_id

@@ -45,6 +45,7 @@ class Instruction(CausalLm):
 
     def encode(self, row: Row) -> Encoded:
         """Tokenise, label the responses, cut to the window, and keep what answers are generated from."""
+        self.refuse_narrow(1)  # nothing precedes the first token
         if "messages" in row and "response" not in self.data_config.columns:
             return self._conversation(read_messages(row["messages"]))
         prompt, cut_prompt = self.clip_text(self.text_of(row, "prompt"), keep_end=True)

@@ -38,6 +38,7 @@ class SequenceClassification(Task):
         if "text_pair" in row:
             pair, cut_pair = self.clip_text(field_text(row, "text_pair"))
             cut = cut or cut_pair
+        self.refuse_narrow(self.tokenizer.num_special_tokens_to_add(pair is not None))
         full = self.tokenizer(text, pair, truncation=True, max_length=self.window, verbose=False)
         if not cut:
             limit = self.window

@@ -39,6 +39,7 @@ class TokenClassification(Task):
             raise DataError("token classification needs a fast tokenizer (tokenizer.json)")
         if not words:
             return Encoded(input_ids=[], labels=[], targets=0)
+        self.refuse_narrow(self.tokenizer.num_special_tokens_to_add())
         limit = self.window * CHARACTERS_PER_TOKEN
         kept = [word[:limit] for word in words[: self.window]]  # a word gives a token, so no more can fit
         found = self.tokenizer(
