@@ -18,13 +18,14 @@ from fedlora.errors import BudgetExceededError, PolicyRefusedError
 from fedlora.ledger import Account
 from fedlora.ledger.mirror import Mirror, MirrorReport
 from fedlora.training.requests import ClientReply
-from fedlora.training.witness import Known
+from fedlora.training.witness import MAX_RECEIPTS, Known
 
 _LOG = logging.getLogger(__name__)
 _NOTHING_SPENT: Final = (BudgetExceededError.__name__, PolicyRefusedError.__name__)
 """Refusals that a trainer gives before it reserves; after every other one the round counts as spent."""
 UNSIGNED: Final = "unsigned"
 FOREIGN: Final = "foreign-receipt"
+TOO_MANY: Final = "too-many-receipts"
 
 
 class ReceiptDesk:
@@ -77,19 +78,21 @@ class ReceiptDesk:
         if reply.status == "ok" and not reply.ledger_receipts:
             text = "answered without a signed receipt; its rounds count as asked for"
             self._mirror.flag(reply.client, self._account(reply.client).dataset, UNSIGNED, text)
-        for data in reply.ledger_receipts or ():
-            self._take(reply.client, data)
+        self._take(reply.client, list(reply.ledger_receipts or ()))
 
-    def _take(self, client: str, data: Mapping[str, Any]) -> None:
-        """Take one receipt; one in another client's name could pin that client to a foreign key."""
-        receipt = data.get("receipt")
-        named = receipt.get("client") if isinstance(receipt, Mapping) else None
-        if named != client:
-            text = f"sent a receipt in the name of {str(named)[:64]!r}; it was not taken"
-            self._mirror.flag(client, self._account(client).dataset, FOREIGN, text)
+    def _take(self, client: str, items: list[Mapping[str, Any]]) -> None:
+        """Take a reply's receipts; one in another client's name could pin that client to a foreign key."""
+        own = [data for data in items if _named(data) == client]
+        account = self._account(client)
+        if len(own) < len(items):
+            names = sorted({str(_named(data))[:64] for data in items if _named(data) != client})
+            text = f"sent a receipt in the name of {names[0]!r}; it was not taken"
+            self._mirror.flag(client, account.dataset, FOREIGN, text)
             _LOG.warning("client %s: %s", client, text)
-            return
-        for flag in self._mirror.record(data):
+        if len(own) > MAX_RECEIPTS:
+            text = f"sent more than {MAX_RECEIPTS} receipts with one reply; only the last were taken"
+            self._mirror.flag(client, account.dataset, TOO_MANY, text)
+        for flag in self._mirror.record_all(own[-MAX_RECEIPTS:]):
             _LOG.warning("ledger mirror: client %s: %s: %s", flag.client, flag.code, flag.text)
 
     def _account(self, client: str) -> Account:
@@ -138,6 +141,11 @@ class ReceiptDesk:
             }
             for report in self.reports()
         }
+
+
+def _named(data: Mapping[str, Any]) -> Any:
+    receipt = data.get("receipt")
+    return receipt.get("client") if isinstance(receipt, Mapping) else None
 
 
 def _rounds_of(reply: ClientReply) -> set[Any]:

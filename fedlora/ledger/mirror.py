@@ -18,7 +18,7 @@ from typing import Any, Final
 from fedlora.accounting import Event, compose, epsilon_of
 from fedlora.errors import AuthenticationError, FedLoraError, LedgerError
 from fedlora.ledger.chain import canonical_json, decode_head
-from fedlora.ledger.mirror_types import MirrorFlag, MirrorReport
+from fedlora.ledger.mirror_types import Charges, History, MirrorFlag, MirrorReport
 from fedlora.ledger.receipts import Receipt, SignedReceipt, verify_receipt
 from fedlora.ledger.types import Account
 
@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS asked (
   client TEXT NOT NULL, dataset TEXT NOT NULL, run_id TEXT NOT NULL, server_round INTEGER NOT NULL,
   event TEXT NOT NULL, steps INTEGER NOT NULL,
   PRIMARY KEY (client, dataset, run_id, server_round));
+CREATE INDEX IF NOT EXISTS receipts_round ON receipts (client, run_id, server_round);
+CREATE INDEX IF NOT EXISTS receipts_account ON receipts (client, dataset, id);
 CREATE TABLE IF NOT EXISTS heads (client TEXT PRIMARY KEY, head TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS flags (
   id INTEGER PRIMARY KEY, client TEXT NOT NULL, dataset TEXT NOT NULL, code TEXT NOT NULL, text TEXT NOT NULL,
@@ -58,6 +60,8 @@ class Mirror:
         self._lock = threading.RLock()
         self._pinned = dict(keys or {})
         self._known: dict[tuple[Any, ...], float] = {}
+        self._histories: dict[Account, History] = {}
+        self._version = 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self._path, check_same_thread=False, timeout=30.0)
@@ -107,46 +111,62 @@ class Mirror:
         )
 
     def record(self, data: Mapping[str, Any] | SignedReceipt) -> list[MirrorFlag]:
-        """Take one signed receipt and return the differences it shows (also kept for the report).
+        """Take one signed receipt; see `record_all`."""
+        return self.record_all([data])
+
+    def record_all(self, items: Iterable[Mapping[str, Any] | SignedReceipt]) -> list[MirrorFlag]:
+        """Take signed receipts in one durable transaction; return the differences they show (also kept).
 
         Raises:
-            LedgerError: if the mirror cannot be written. A bad receipt is flagged, never raised.
+            LedgerError: if the mirror cannot be written; then none is taken. A bad receipt is flagged, never raised.
         """
+        flags: list[MirrorFlag] = []
         with self._lock:
             try:
-                signed = data if isinstance(data, SignedReceipt) else SignedReceipt.from_json(data)
-                receipt = verify_receipt(signed, self._pinned.get(signed.receipt.client))
-            except AuthenticationError as error:
-                code = "key-changed" if "another key" in str(error) else "bad-signature"
-                return self._flag(
-                    [MirrorFlag(signed.receipt.client, signed.receipt.dataset, code, str(error))]
-                )
-            except FedLoraError as error:
-                return self._flag([MirrorFlag("?", "?", "unreadable", str(error))])
-            flags = self._compare(receipt)
-            self._pinned.setdefault(receipt.client, signed.public_key)
-            self._write("INSERT OR IGNORE INTO keys VALUES (?, ?)", (receipt.client, signed.public_key))
-            self._write(
-                "INSERT OR IGNORE INTO receipts (client, dataset, run_id, server_round, entry, body) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (
-                    receipt.client,
-                    receipt.dataset,
-                    receipt.run_id,
-                    receipt.server_round,
-                    receipt.entry,
-                    canonical_json(signed.to_json()),
-                ),
-            )
-            self._note_head(receipt)
-            flags += self._compare_figure(receipt)
-            return self._flag(flags)
+                with self._db:
+                    for data in items:
+                        flags += self._record(data)
+            except BaseException as error:
+                self._histories.clear()  # read again: what was not committed is forgotten
+                if isinstance(error, sqlite3.Error):
+                    raise self._unwritable(error) from error
+                raise
+        return flags
+
+    def _record(self, data: Mapping[str, Any] | SignedReceipt) -> list[MirrorFlag]:
+        try:
+            signed = data if isinstance(data, SignedReceipt) else SignedReceipt.from_json(data)
+            receipt = verify_receipt(signed, self._pinned.get(signed.receipt.client))
+        except AuthenticationError as error:
+            code = "key-changed" if "another key" in str(error) else "bad-signature"
+            return self._flag([MirrorFlag(signed.receipt.client, signed.receipt.dataset, code, str(error))])
+        except FedLoraError as error:
+            return self._flag([MirrorFlag("?", "?", "unreadable", str(error))])
+        flags = self._compare(receipt)
+        self._pinned.setdefault(receipt.client, signed.public_key)
+        self._db.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (receipt.client, signed.public_key))
+        taken = self._db.execute(
+            "INSERT OR IGNORE INTO receipts (client, dataset, run_id, server_round, entry, body) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                receipt.client,
+                receipt.dataset,
+                receipt.run_id,
+                receipt.server_round,
+                receipt.entry,
+                canonical_json(signed.to_json()),
+            ),
+        )
+        if taken.rowcount == 1:
+            self._history(Account(receipt.client, receipt.dataset)).add(receipt)
+        self._note_head(receipt)
+        return self._flag(flags + self._compare_figure(receipt))
 
     def _note_head(self, receipt: Receipt) -> None:
         """Remember the newest head of a client; an older one never takes its place."""
         known = self.known_head(receipt.client)
         if not known or decode_head(receipt.head)[0] > decode_head(known)[0]:
-            self._write("INSERT OR REPLACE INTO heads VALUES (?, ?)", (receipt.client, receipt.head))
+            self._db.execute("INSERT OR REPLACE INTO heads VALUES (?, ?)", (receipt.client, receipt.head))
 
     def flag(self, client: str, dataset: str, code: str, text: str) -> None:
         """Keep a difference that was found elsewhere.
@@ -154,7 +174,13 @@ class Mirror:
         Raises:
             LedgerError: if it cannot be written.
         """
-        self._flag([MirrorFlag(client, dataset, code, text)])
+        self._write(
+            "INSERT OR IGNORE INTO flags (client, dataset, code, text) VALUES (?, ?, ?, ?)",
+            (client, dataset, code, text),
+        )
+
+    def _unwritable(self, error: sqlite3.Error) -> LedgerError:
+        return LedgerError(f"ledger mirror {self._path}: cannot be written ({error}); stop the run")
 
     def _write(self, statement: str, values: tuple[Any, ...]) -> None:
         self._write_all(statement, [values])
@@ -164,25 +190,39 @@ class Mirror:
             with self._lock, self._db:
                 self._db.executemany(statement, rows)
         except sqlite3.Error as error:
-            raise LedgerError(
-                f"ledger mirror {self._path}: cannot be written ({error}); stop the run"
-            ) from error
+            raise self._unwritable(error) from error
 
     def _flag(self, flags: list[MirrorFlag]) -> list[MirrorFlag]:
+        """Keep differences, inside the caller's transaction."""
         for flag in flags:
-            self._write(
+            self._db.execute(
                 "INSERT OR IGNORE INTO flags (client, dataset, code, text) VALUES (?, ?, ?, ?)",
                 (flag.client, flag.dataset, flag.code, flag.text),
             )
         return flags
 
+    def _history(self, account: Account) -> History:
+        """Return what is known of an account; read from the file once, and again after another server wrote to it."""
+        version = int(self._db.execute("PRAGMA data_version").fetchone()[0])
+        if version != self._version:
+            self._histories.clear()
+            self._version = version
+        found = self._histories.get(account)
+        if found is None:
+            rows = self._db.execute(
+                "SELECT body FROM receipts WHERE client=? AND dataset=? ORDER BY id",
+                (account.client, account.dataset),
+            )
+            found = History()
+            for (body,) in rows:
+                found.add(SignedReceipt.from_json(json.loads(body)).receipt)
+            self._histories[account] = found
+        return found
+
     def receipts(self, account: Account) -> list[Receipt]:
         """Return the receipts of one account, in the order they came."""
-        rows = self._db.execute(
-            "SELECT body FROM receipts WHERE client=? AND dataset=? ORDER BY id",
-            (account.client, account.dataset),
-        )
-        return [SignedReceipt.from_json(json.loads(body)).receipt for (body,) in rows]
+        with self._lock:
+            return list(self._history(account).receipts)
 
     def accounts(self) -> list[Account]:
         """Return every account with a receipt or an unanswered round, sorted."""
@@ -199,18 +239,16 @@ class Mirror:
             flags.append(MirrorFlag(receipt.client, receipt.dataset, code, text))
 
         where = f"round {receipt.server_round} of run {receipt.run_id!r}"
-        earlier = self.receipts(account)
-        if earlier:
-            newest = max(earlier, key=lambda known: decode_head(known.head)[0])
+        history = self._history(account)
+        newest = history.newest
+        if newest is not None:
             self._compare_chain(receipt, newest, flag)
             terms = (receipt.delta, receipt.adjacency, receipt.unit)
             if terms != (newest.delta, newest.adjacency, newest.unit):
                 flag("terms-changed", f"{where}: delta, adjacency or unit differ from the receipts before it")
-        for known in earlier:
-            if (known.run_id, known.server_round) == (receipt.run_id, receipt.server_round):
-                both = receipt.reply_digest != "" and known.reply_digest not in ("", receipt.reply_digest)
-                if both:
-                    flag("second-release", f"{where}: two different replies were sent; both are charged")
+        sent = history.replies(receipt.run_id, receipt.server_round)
+        if receipt.reply_digest and sent - {receipt.reply_digest}:
+            flag("second-release", f"{where}: two different replies were sent; both are charged")
         asked = self._db.execute(
             "SELECT event, steps FROM asked WHERE client=? AND run_id=? AND server_round=?",
             (receipt.client, receipt.run_id, receipt.server_round),
@@ -252,19 +290,9 @@ class Mirror:
             flags.append(MirrorFlag(receipt.client, receipt.dataset, "lower-epsilon", text))
         return flags
 
-    def _charges(
-        self, account: Account, *, with_unanswered: bool
-    ) -> dict[tuple[str, int, str, str], tuple[str, int]]:
-        """Return (run, round, ledger entry, reply) -> (event, steps); nothing is ever dropped."""
-        charges: dict[tuple[str, int, str, str], tuple[str, int]] = {}
-        for receipt in self.receipts(account):
-            # One entry may be reported twice, reserved first and then committed: the later steps stand.
-            entry = f"{receipt.ledger_id}/{receipt.entry}"
-            base = (receipt.run_id, receipt.server_round, entry)
-            open_key = (*base, "")
-            if receipt.reply_digest and open_key in charges:
-                del charges[open_key]
-            charges[(*base, receipt.reply_digest)] = (receipt.event, receipt.steps)
+    def _charges(self, account: Account, *, with_unanswered: bool) -> Charges:
+        """Return what an account's receipts (and the rounds that it never answered) charge."""
+        charges = dict(self._history(account).charges)
         if with_unanswered:
             for (run_id, server_round), (event, steps) in self._unanswered(account).items():
                 charges[(run_id, server_round, "asked", "")] = (event, steps)
@@ -281,7 +309,7 @@ class Mirror:
 
     def _figure(
         self,
-        charges: Mapping[tuple[str, int, str, str], tuple[str, int]],
+        charges: Charges,
         delta: float,
         adjacency: str,
         accountant: str,
@@ -295,9 +323,7 @@ class Mirror:
             return 0.0
         key = (multiset, delta, adjacency, accountant)
         if key not in self._known:
-            pairs = [(Event.from_json(json.loads(event)), steps) for event, steps in multiset]
-            value = epsilon_of(compose(pairs), delta, adjacency=adjacency, accountant=accountant).epsilon
-            self._known[key] = math.inf if math.isnan(value) else value
+            self._known[key] = _composed(multiset, delta, adjacency, accountant)
         return self._known[key]
 
     def report(
@@ -365,3 +391,13 @@ class Mirror:
             (client, run_id),
         )
         return tuple(int(number) for (number,) in rows)
+
+
+def _composed(multiset: Iterable[tuple[str, int]], delta: float, adjacency: str, accountant: str) -> float:
+    """Return the epsilon of signed events; infinite where no accountant gives a bound for what a site signed."""
+    try:
+        pairs = [(Event.from_json(json.loads(event)), steps) for event, steps in multiset]
+        value = epsilon_of(compose(pairs), delta, adjacency=adjacency, accountant=accountant).epsilon
+    except (FedLoraError, ArithmeticError):
+        return math.inf
+    return math.inf if math.isnan(value) else value

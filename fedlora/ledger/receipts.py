@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,10 +14,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedlora.accounting import Event
 from fedlora.errors import AuthenticationError, FedLoraError, LedgerError
+from fedlora.ledger import chain
 from fedlora.ledger.chain import canonical_json, decode_head
 from fedlora.ledger.ledger import Ledger
-from fedlora.ledger.types import Account, RoundRow
+from fedlora.ledger.types import ACCOUNTANTS, ADJACENCIES, UNITS, Account, RoundRow, check_name
 
+MAX_COUNT: Final = 10**15
+MAX_EVENT_CHARACTERS: Final = 100_000
+_INFINITE: Final = "inf"
 _DOMAIN: Final = b"fedlora-receipt-v1\n"
 
 
@@ -64,7 +69,12 @@ class Receipt:
 
     def to_bytes(self) -> bytes:
         """Return the bytes that are signed."""
-        return _DOMAIN + canonical_json(dataclasses.asdict(self)).encode()
+        return _DOMAIN + canonical_json(self.to_json()).encode()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; an infinite epsilon is the text "inf"."""
+        plain = dataclasses.asdict(self)
+        return {**plain, "epsilon": _INFINITE} if self.epsilon == math.inf else plain
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Receipt:
@@ -79,22 +89,46 @@ class Receipt:
             raise LedgerError(
                 "receipt: got other fields than a receipt has; allowed: what Receipt makes; update fedlora"
             )
+        if data["epsilon"] == _INFINITE:
+            data = {**data, "epsilon": math.inf}
         for name, kind in fields.items():
             if type(data[name]) is not kind:
                 raise LedgerError(
                     f"receipt {name}: got {type(data[name]).__name__}; allowed: {kind.__name__}"
                 )
         receipt = Receipt(**data)
-        if not (receipt.epsilon >= 0 and 0 < receipt.delta < 1 and receipt.steps >= 0 and receipt.entry >= 1):
-            raise LedgerError(
-                "receipt: got a figure out of its range; allowed: epsilon >= 0, 0 < delta < 1, steps >= 0"
-            )
+        _check_values(receipt)
         try:
             decode_head(receipt.head)
             Event.from_json(json.loads(receipt.event))
-        except (ValueError, FedLoraError) as error:
+        except (ValueError, RecursionError, FedLoraError) as error:
             raise LedgerError("receipt: head or event cannot be read; allowed: what Receipt makes") from error
         return receipt
+
+
+def _check_values(receipt: Receipt) -> None:
+    """Check ranges and names: whatever a site signs, the mirror must be able to keep and to compose it.
+
+    Raises:
+        LedgerError: if a value is out of its range.
+    """
+    for name in ("ledger_id", "client", "dataset", "run_id"):
+        check_name(f"receipt {name}", getattr(receipt, name))
+    counts = (receipt.server_round, receipt.entry, receipt.steps, receipt.num_events)
+    if not (receipt.epsilon >= 0 and 0 < receipt.delta < 1 and receipt.entry >= 1):
+        raise LedgerError("receipt: got a figure out of its range; allowed: epsilon >= 0, 0 < delta < 1")
+    if not all(0 <= count <= MAX_COUNT for count in counts):
+        raise LedgerError(
+            f"receipt: got a count out of its range; allowed: whole numbers from 0 to {MAX_COUNT}"
+        )
+    chosen = (receipt.state, receipt.adjacency, receipt.accountant, receipt.unit)
+    allowed = (tuple(chain.KIND_NAMES.values()), ADJACENCIES, ACCOUNTANTS, UNITS)
+    if not all(value in known for value, known in zip(chosen, allowed, strict=True)):
+        raise LedgerError(
+            "receipt: got a state, relation, accountant or unit that is not known; update fedlora"
+        )
+    if len(receipt.event) > MAX_EVENT_CHARACTERS or len(receipt.reply_digest) > 64:
+        raise LedgerError("receipt: got an event or a digest that is too long; allowed: what Receipt makes")
 
 
 @dataclass(frozen=True)
@@ -108,7 +142,7 @@ class SignedReceipt:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
-            "receipt": dataclasses.asdict(self.receipt),
+            "receipt": self.receipt.to_json(),
             "public_key": self.public_key,
             "signature": self.signature,
         }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
+import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,3 +249,111 @@ def test_a_mirror_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     (tmp_path / "mirror.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(LedgerError, match="mirror"):
         Mirror(tmp_path / "mirror.db")
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"dataset": ""},
+    {"dataset": "a\x1fb"},
+    {"dataset": "x" * 100_000},
+    {"run_id": ""},
+    {"ledger_id": "\x00"},
+    {"server_round": -1},
+    {"server_round": 2**70},
+    {"entry": 2**63},
+    {"steps": 10**40},
+    {"num_events": 2**70},
+    {"accountant": "cheap"},
+    {"adjacency": "none"},
+    {"unit": "row"},
+    {"state": "maybe"},
+    {"event": "[" * 50_000},
+    {"event": "{}"},
+    {"event": '{"kind":"gaussian","noise_multiplier":1e999}'},
+    {"event": '{"kind":"gaussian","noise_multiplier":1e-300}'},
+    {"event": '{"kind":"non_private"}'},
+    {"delta": 5e-324},
+    {"epsilon": math.inf},
+    {"head": "f" * 80},
+    {"reply_digest": "e" * 1000},
+]
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_no_signed_receipt_stops_the_server(ledger: Ledger, mirror: Mirror, change: dict[str, Any]) -> None:
+    """A site may sign what it likes: it is flagged, or its figure is at least as high, and the next one is taken."""
+    spend(ledger, 1, digest="d" * 64)
+    spend(ledger, 2, digest="d" * 64)
+    mirror.record(signed(ledger, 1))
+    before = mirror.report(SITE).epsilon
+    hostile = sign_receipt(dataclasses.replace(make_receipt(ledger, SITE, "run-1", 2), **change), KEY)
+    flags = mirror.record(hostile.to_json())
+    taken = hostile.receipt in [one for account in mirror.accounts() for one in mirror.receipts(account)]
+    assert flags or taken
+    for account in mirror.accounts():
+        assert mirror.report(account).epsilon >= (before if account == SITE else 0.0)
+    mirror.record(signed(ledger, 2))
+    assert signed(ledger, 2).receipt in mirror.receipts(SITE)
+
+
+def test_an_infinite_spend_is_told_to_the_server(ledger: Ledger, mirror: Mirror) -> None:
+    reservation = ledger.reserve_one(ask(1))
+    with pytest.raises(LedgerError, match="excess"):
+        ledger.commit([(reservation, 4, None, "")])  # type: ignore[list-item]
+    assert ledger.report(SITE).epsilon == math.inf
+    for receipt in make_receipts(ledger, SITE, "run-1"):
+        data = json.loads(json.dumps(sign_receipt(receipt, KEY).to_json(), allow_nan=False))
+        assert mirror.record(data) == []
+    assert mirror.report(SITE).epsilon == math.inf
+
+
+def test_two_servers_on_one_mirror_see_each_others_receipts(ledger: Ledger, tmp_path: Path) -> None:
+    first, second = Mirror(tmp_path / "mirror.db"), Mirror(tmp_path / "mirror.db")
+    for number in range(1, 5):
+        spend(ledger, number, digest="d" * 64)
+        (first, second)[number % 2].record(signed(ledger, number))
+        assert len(first.receipts(SITE)) == len(second.receipts(SITE)) == number
+        assert first.report(SITE).epsilon == second.report(SITE).epsilon
+
+
+def test_receipts_of_one_reply_are_taken_together_or_not_at_all(
+    ledger: Ledger, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 4):
+        spend(ledger, number, digest="d" * 64)
+    items = [signed(ledger, number) for number in range(1, 4)]
+    compare = Mirror._compare
+
+    def full(self: Mirror, receipt: Receipt) -> Any:
+        if receipt.server_round == 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        return compare(self, receipt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_compare", full)
+        with pytest.raises(LedgerError, match="cannot be written"):
+            mirror.record_all(items)
+        assert mirror.receipts(SITE) == []
+    mirror.record_all(items)
+    assert len(mirror.receipts(SITE)) == 3
+
+
+def test_the_thousandth_receipt_costs_no_more_than_the_first_ones(ledger: Ledger, mirror: Mirror) -> None:
+    spend(ledger, 1, digest="d" * 64)
+    receipt = make_receipt(ledger, SITE, "run-1", 1)
+
+    def take(first: int, last: int) -> float:
+        items = [
+            sign_receipt(dataclasses.replace(receipt, server_round=number, steps=0), KEY)
+            for number in range(first, last)
+        ]
+        started = time.process_time()
+        for item in items:
+            mirror.record_all([item])
+        return time.process_time() - started
+
+    early = take(2, 52)
+    mirror.record_all(
+        sign_receipt(dataclasses.replace(receipt, server_round=number, steps=0), KEY)
+        for number in range(100, 1100)
+    )
+    assert take(2000, 2050) < 3.0 * early + 0.1
