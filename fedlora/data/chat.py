@@ -1,7 +1,8 @@
 """Render conversations with a tokenizer's own chat template and find the response tokens.
 
 The whole conversation is rendered and tokenised once, as it is at inference. A response starts
-where the template's generation prompt ends and stops with the turn's end token (the first
+where the template's generation prompt ends (a token that joins the prompt's last blank with the
+first word is the response's) and stops with the turn's end token (the first
 special token after the answer), so that the model learns to stop; what the template prints
 after that token belongs to the frame and is not learned.
 """
@@ -137,6 +138,19 @@ def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bo
         ) from None
 
 
+def opening_ids(tokenizer: Any, messages: Sequence[Message], last: int) -> list[int]:
+    """Return the tokens that turn `last` is generated from: those before its own, as they are in training.
+
+    Where the answer's first word takes the prompt's last blank into its token, the prompt ends before that blank.
+    """
+    before = render(tokenizer, messages[:last], generation_prompt=True)
+    through = render(tokenizer, messages[: last + 1])
+    text = through if through.startswith(before) else before
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    return [number for number, (_, right) in pairs if right <= len(before)]
+
+
 def turn_end(tokenizer: Any) -> int | None:
     """Return the token that ends a response under the tokenizer's chat template, or None where there is none.
 
@@ -191,7 +205,9 @@ def _response_tokens(
     text: str,
 ) -> list[int]:
     """Return the positions of a response's tokens, its end token included."""
-    places = [place for place, (left, right) in enumerate(offsets) if start <= left < stop and right > left]
+    places = [
+        place for place, (left, right) in enumerate(offsets) if left < stop and right > max(left, start)
+    ]
     special = special_ids(tokenizer)
     for count, place in enumerate(places):
         if ids[place] in special:

@@ -10,7 +10,7 @@ import pytest
 from data_helpers import byte_tokenizer, data_config, model_config, word_tokenizer
 
 from fedlora.data import build_task
-from fedlora.data.chat import encode_conversation, read_messages, render
+from fedlora.data.chat import encode_conversation, opening_ids, read_messages, render
 from fedlora.data.evaluation import stop_ids
 from fedlora.data.tasks.base import IGNORED
 from fedlora.errors import DataError
@@ -181,8 +181,7 @@ def test_h28_a_conversation_of_any_size_is_encoded_in_bounded_time_as_if_it_were
     messages = shapes[shape]
     ids, labels = encode_conversation(task.tokenizer, messages)
     last = max(turn for turn, each in enumerate(messages) if each["role"] == "assistant")
-    text = render(task.tokenizer, messages[:last], generation_prompt=True)
-    opening = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+    opening = opening_ids(task.tokenizer, messages, last)
     assert task.encode({"messages": messages}) == task._cut(
         ids, labels, list(opening), messages[last]["content"], True
     )
@@ -202,3 +201,33 @@ def test_generation_stops_at_the_templates_end_even_if_every_response_was_cut() 
     assert stop_ids(task, [record]) == sorted(
         [task.tokenizer.eos_token_id, task.tokenizer.convert_tokens_to_ids("<turn>")]
     )
+
+
+JOINED = {
+    "blank at the end of the prompt": (CHAT, "the cat sat", "the cat sat<eos>"),
+    "one word": (CHAT, "cat", "cat<eos>"),
+    "line ends meet": (
+        CHAT.replace("': '", "':\\n'").replace("assistant: ", "{{ 'assistant:\\n' }}"),
+        "\ncat",
+        "cat<eos>",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_the_first_word_is_learned_where_its_token_takes_the_prompts_last_blank(case: str) -> None:
+    """A byte-level tokenizer joins a blank with the word after it: the token crosses the end of the prompt."""
+    template, answer, expected = JOINED[case]
+    task = chat_task(64)
+    task.tokenizer.chat_template = template
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
+    record = task.encode({"messages": messages * 2})
+    learned_text = learned(task, record)
+    assert [part.strip() for part in learned_text.split("<eos>")[:-1]] == [expected.removesuffix("<eos>")] * 2
+    first = next(place for place, label in enumerate(record.labels) if label != IGNORED)
+    once = task.encode({"messages": messages})
+    assert (
+        once.prompt == record.input_ids[:first]
+    )  # generation goes on from what training had before the answer
+    text = render(task.tokenizer, messages[:1], generation_prompt=True)
+    assert task.tokenizer.decode(once.prompt).rstrip() == text.rstrip()

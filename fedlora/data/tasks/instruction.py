@@ -11,8 +11,8 @@ from fedlora.data.chat import (
     encode_conversation,
     keep_end,
     keep_start,
+    opening_ids,
     read_messages,
-    render,
 )
 from fedlora.data.rows import Row
 from fedlora.data.tasks.base import CHARACTERS_PER_TOKEN, IGNORED, Encoded, field_text
@@ -71,8 +71,7 @@ class Instruction(CausalLm):
             learned, cut_now = keep_start(messages, *bounds)
         ids, labels = encode_conversation(self.tokenizer, learned)
         before = max(turn for turn, each in enumerate(tail) if each["role"] == "assistant")
-        text = render(self.tokenizer, tail[:before], generation_prompt=True)
-        opening = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        opening = opening_ids(self.tokenizer, tail, before)
         return self._cut(ids, labels, opening, messages[last]["content"], cut or cut_now)
 
     @property
