@@ -42,9 +42,11 @@ model:
   task: sequence-classification
 adapter:
   rank: 8
-  lora_alpha: 16
+  lora_alpha: 8           # with orthonormal rows of lora_A an entry of lora_B moves the weights by 1
+  init: orthonormal
   target_modules: [query, value]
   modules_to_save: [classifier]   # the new head is trained, clipped and noised too
+  head_start: typical     # a new head starts large enough for the adapters to learn from the first round
 data:
   name: sample-news       # the data set's name in the privacy ledger
   source: {kind: file, paths: [data/records.jsonl]}
@@ -59,8 +61,8 @@ privacy:
   adjacency: add_or_remove
   target_epsilon: 8.0     # or noise_multiplier; the other one is derived and shown
   target_delta: 1.0e-3
-  max_grad_norm: 1.0
-  group_weights: {head: 1.0, adapters: 1.0}   # public weights of head and adapters in the clipping norm
+  max_grad_norm: 0.2      # the clipping norm
+  group_weights: auto     # weights of head and adapters in that norm, from public random records
   budget: {epsilon: 8.0, delta: 1.0e-3, on_exhausted: refuse}   # over all runs on this data set
   noise_source: os
 training:
@@ -73,7 +75,7 @@ federation:
   clients_per_round: all
   min_replies: 2
   aggregation: {kind: mean_b}
-  server_optimizer: {kind: adam, lr: 2.0e-3, beta1: 0.9, beta2: 0.99, eps: 1.0e-8}
+  server_optimizer: {kind: adam, lr: 5.0e-2, beta1: 0.9, beta2: 0.99, eps: 1.0e-3}   # eps: about the mean's noise
 deployment: {superlink: "127.0.0.1:8000"}
 """
 
