@@ -11,12 +11,39 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedlora.cli.gate import Gate
+from fedlora.cli.gate import FLEET, Gate
 from fedlora.errors import DeploymentError
 
 ENV_CONTROL_TOKEN = "FEDLORA_CONTROL_TOKEN_FILE"  # noqa: S105 - a name, not a token
 ENV_OPEN_FILE = "FEDLORA_GATE_OPEN_FILE"
 FLOWER_VERSION = "1.42."
+PUSH = f"{FLEET}push-messages"
+
+
+def refuse_push(body: bytes) -> str | None:
+    """Return why the messages that a SuperNode pushes are refused, or None.
+
+    Flower 1.42 checks that the request's node signed it, and not whose name stands in the messages: a site could
+    answer for another, or send another site work in the server's name.
+
+    Args:
+        body: a PushMessagesRequest.
+    """
+    from flwr.common.constant import SUPERLINK_NODE_ID
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        request = PushMessagesRequest.FromString(body)
+    except DecodeError:
+        return "push: malformed"
+    for message in request.messages_list:
+        metadata = message.metadata
+        if metadata.src_node_id != request.node.node_id:
+            return "push: in another node's name"
+        if not metadata.reply_to_message_id or metadata.dst_node_id != SUPERLINK_NODE_ID:
+            return "push: not a reply to the server"
+    return None
 
 
 def install_gate(token: str, open_file: str | None = None) -> None:
@@ -43,7 +70,7 @@ def install_gate(token: str, open_file: str | None = None) -> None:
     inner = extensions.get_middleware
 
     def with_gate() -> tuple[Any, ...]:
-        return (Middleware(Gate, token=token, open_file=open_file), *inner())
+        return (Middleware(Gate, token=token, open_file=open_file, inspect={PUSH: refuse_push}), *inner())
 
     extensions.get_middleware = with_gate
 

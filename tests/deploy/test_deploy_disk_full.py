@@ -145,7 +145,8 @@ def test_a_full_disk_at_a_site_refuses_the_round_before_a_record_is_opened(world
     assert set(opened) == {number for number in range(1, ROUNDS + 1) if number != FULL_IN}
     told = lines(world)[FULL_IN]
     assert (told["status"], told["accepted"]) == ("ok", 1)
-    assert "nothing may be released until it is writable again" in told["failed"][NAMES[0]]
+    why = {**told["failed"], **told["refused"]}[NAMES[0]]
+    assert "nothing may be released until it is writable again" in why
     charged = [row.server_round for row in world.spent(NAMES[0]).rounds]
     assert charged == [number for number in range(1, ROUNDS + 1) if number != FULL_IN]
     assert result.epsilon == pytest.approx(world.spent(NAMES[1]).epsilon)

@@ -16,6 +16,7 @@ from fedlora.cli import keyring, pki
 from fedlora.cli.gate import Gate, is_local
 from fedlora.cli.metrics import MetricsServer, Registry
 from fedlora.cli.refusals import REFUSALS, reason_of
+from fedlora.cli.superlink import PUSH, refuse_push
 from fedlora.errors import AuthenticationError, DeploymentError
 
 TOKEN = "t" * 64
@@ -66,6 +67,115 @@ def test_control_needs_the_loopback_and_the_token(gate: Gate, path: str) -> None
     assert ask(gate, path, peer="127.0.0.1") == 403
     assert ask(gate, path, peer="127.0.0.1", headers={"Authorization": f"Bearer {TOKEN[:-1]}x"}) == 403
     assert ask(gate, path, peer="127.0.0.1", headers={"Authorization": TOKEN}) == 403
+
+
+def push(node: int, messages: list[tuple[int, int, str]]) -> bytes:
+    """A PushMessagesRequest of one node; messages are (in whose name, to whom, in reply to what)."""
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+
+    request = PushMessagesRequest()
+    request.node.node_id = node
+    for source, target, reply in messages:
+        metadata = request.messages_list.add().metadata
+        metadata.src_node_id, metadata.dst_node_id, metadata.reply_to_message_id = source, target, reply
+    return bytes(request.SerializeToString())
+
+
+SERVER, MINE, THEIRS = 1, 2**63 + 5, 2**62 + 9
+PUSHES: dict[str, tuple[bytes, int]] = {
+    "a reply": (push(MINE, [(MINE, SERVER, "m1")]), 200),
+    "nothing": (push(MINE, []), 200),
+    "a reply in another site's name": (push(MINE, [(THEIRS, SERVER, "m1")]), 403),
+    "one of them in another's name": (push(MINE, [(MINE, SERVER, "m1"), (THEIRS, SERVER, "m2")]), 403),
+    "work for another site in the server's name": (push(MINE, [(SERVER, THEIRS, "")]), 403),
+    "work for another site": (push(MINE, [(MINE, THEIRS, "")]), 403),
+    "a message that answers nothing": (push(MINE, [(MINE, SERVER, "")]), 403),
+    "a reply to another site": (push(MINE, [(MINE, THEIRS, "m1")]), 403),
+    "rubbish": (b"\xff" * 50, 403),
+}
+
+
+@pytest.mark.parametrize("name", list(PUSHES))
+def test_a_node_speaks_only_for_itself_and_only_to_the_server(name: str) -> None:
+    body, status = PUSHES[name]
+    seen: list[bytes] = []
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+        await inner(scope, receive, send)
+
+    pieces = [body[at : at + 7] for at in range(0, len(body), 7)] or [b""]
+    queue = [{"type": "http.request", "body": one, "more_body": True} for one in pieces]
+    queue += [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return queue.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    gate = Gate(behind, token=TOKEN, inspect={PUSH: refuse_push})
+    scope = {"type": "http", "path": PUSH, "headers": [], "client": ("203.0.113.9", 1), "method": "POST"}
+    asyncio.run(gate(scope, receive, send))
+    assert sent[0]["status"] == status
+    assert seen == ([body] if status == 200 else [])
+
+
+def test_what_a_node_pushes_is_bounded_too() -> None:
+    gate = Gate(inner, token=TOKEN, max_body=5000, inspect={PUSH: refuse_push})
+    assert ask(gate, PUSH, body=6000) == 413
+
+
+def test_what_all_requests_hold_at_once_is_bounded_and_given_back() -> None:
+    gate = Gate(inner, token=TOKEN, max_body=5000, max_held=9000)
+    statuses: list[int] = []
+
+    async def one(started: asyncio.Event, go_on: asyncio.Event) -> None:
+        async def receive() -> dict[str, Any]:
+            if started.is_set():
+                await go_on.wait()
+                return {"type": "http.request", "body": b"", "more_body": False}
+            started.set()
+            return {"type": "http.request", "body": b"x" * 4000, "more_body": True}
+
+        async def send(message: Any) -> None:
+            if "status" in message:
+                statuses.append(int(message["status"]))
+
+        scope = {"type": "http", "path": "/v1/fleet/push-object", "headers": [], "client": ("203.0.113.9", 1)}
+        await gate(scope, receive, send)
+
+    async def three() -> None:
+        go_on = asyncio.Event()
+        starts = [asyncio.Event() for _ in range(3)]
+        tasks = [asyncio.create_task(one(start, go_on)) for start in starts]
+        await asyncio.gather(*(start.wait() for start in starts))
+        await asyncio.sleep(0.05)
+        assert statuses == [503]
+        go_on.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(three())
+    assert sorted(statuses) == [200, 200, 503]
+    assert ask(gate, "/v1/fleet/push-object", body=5000) == 200
+    for _ in range(3):
+        assert ask(gate, "/v1/fleet/push-object", body=6000) == 413
+    assert ask(gate, "/v1/fleet/push-object", body=5000) == 200
+
+
+@pytest.mark.parametrize("host", ["x/v1/control/start-run?", "x#", "a@b/", "x y", "x\x00", "é"])
+def test_a_host_that_is_none_is_refused(gate: Gate, host: str) -> None:
+    assert ask(gate, "/v1/fleet/pull-messages", headers={"host": "fl.example.org:8000"}) == 200
+    assert ask(gate, "/v1/fleet/pull-messages", headers={"host": "[::1]:8000"}) == 200
+    assert ask(gate, "/v1/fleet/pull-messages", headers={"host": host}) == 403
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "../control/start-run", "a/b", "push-messages/", "push-messages?x", "A", "%2e"]
+)
+def test_the_fleet_has_simple_names_only(gate: Gate, rest: str) -> None:
+    assert ask(gate, f"/v1/fleet/{rest}") == 403
 
 
 def test_runtime_and_health_are_for_this_machine_only(gate: Gate) -> None:
