@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from fedlora.cli.keyring import new_identity_key
 from fedlora.config import config_from_container
 from fedlora.config.trainer import load_trainer
-from fedlora.errors import TooFewRepliesError
+from fedlora.errors import LedgerIntegrityError, TooFewRepliesError
 from fedlora.ledger import Account, open_ledger
 from fedlora.ledger.keyfile import load_secret
 from fedlora.ledger.receipts import SignedReceipt, sign_receipt
@@ -212,9 +212,13 @@ def test_an_old_backup_used_by_a_site_that_does_not_look_is_flagged(world: World
 
 
 def test_another_ledger_begun_anew_is_refused(world: World) -> None:
+    """By the site's own key first; where its register is gone too, by what the server knows."""
     world.run("one", rounds=1)
     for path in (world.root / "site-a").glob("ledger.db*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(LedgerIntegrityError, match="begun a ledger before"):
+        world.site("site-a")
+    (world.root / "site-a" / "keys" / "ledger.secret.ledgers").unlink()
     with pytest.raises(TooFewRepliesError):
         world.run("two", rounds=3, replies=2)
     lines = (world.root / "runs" / "two" / "metrics.jsonl").read_text().splitlines()

@@ -197,6 +197,33 @@ def test_a_connection_lost_while_writing_leaves_at_least_what_was_spent(url: str
         assert ledger.report(SITE).num_events >= drawn + 4
 
 
+def test_an_index_that_misses_a_round_is_found_when_the_ledger_is_opened(url: str) -> None:
+    """A spent round that the index does not find would be granted again."""
+    with open_ledger(url, secret=SECRET) as ledger:
+        for number in range(1, 6):
+            spend(ledger, number)
+    with open_ledger(url, secret=SECRET) as ledger:
+        ledger.verify()
+    columns = "entries (run_id, server_round, account_id, attempt) WHERE kind = 'R'"
+    execute(url, "DROP INDEX uq_entries_round")
+    execute(url, f"CREATE UNIQUE INDEX uq_entries_round ON {columns} AND server_round <> 3")
+    execute(url, f"CREATE INDEX whole ON {columns}")
+    try:  # now the index believes that it has every round
+        execute(
+            url,
+            "UPDATE pg_index SET indpred = (SELECT indpred FROM pg_index WHERE indexrelid = 'whole'::regclass) "
+            "WHERE indexrelid = 'uq_entries_round'::regclass",
+        )
+    except sa.exc.ProgrammingError:
+        pytest.skip("no PostgreSQL server is installed (this one does not let its catalogue be changed)")
+    execute(url, "DROP INDEX whole")
+    with pytest.raises(LedgerIntegrityError, match="misses round 3"):
+        open_ledger(url, secret=SECRET)
+    execute(url, "REINDEX INDEX uq_entries_round")
+    with open_ledger(url, secret=SECRET) as ledger, pytest.raises(DuplicateRoundError):
+        ledger.reserve_one(ask(3))
+
+
 def test_a_stopped_writer_does_not_hold_the_others_up_for_ever(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
