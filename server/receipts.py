@@ -16,7 +16,8 @@ from fedlora.accounting import Event
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.errors import BudgetExceededError, PolicyRefusedError
 from fedlora.ledger import Account
-from fedlora.ledger.mirror import Mirror, MirrorReport
+from fedlora.ledger.mirror import Mirror
+from fedlora.ledger.mirror_types import MirrorReport
 from fedlora.training.requests import ClientReply
 from fedlora.training.witness import MAX_RECEIPTS, Known
 
