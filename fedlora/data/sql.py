@@ -31,7 +31,11 @@ def open_sql(source: SqlSource) -> RowStore:
     with _connection(source) as connection:
         found = connection.execute(_text(source.query))
         refuse_twins(list(found.keys()), NAME)
-        return ListStore([dict(row) for row in found.mappings()], NAME)
+        rows = [dict(row) for row in found.mappings()]
+    if re.search(r"\border\s+by\b", source.query, flags=re.IGNORECASE) is None:
+        # A database may give rows in another order to each process; positions must be the same records everywhere.
+        rows.sort(key=lambda row: [repr(value) for value in row.values()])
+    return ListStore(rows, NAME)
 
 
 class SqlStore:

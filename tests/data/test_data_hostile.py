@@ -249,3 +249,24 @@ def test_a_file_that_changes_in_any_way_is_noticed(name: str, how: str, tmp_path
     for read in (lambda: rows[2], lambda: rows.column("text")):
         with pytest.raises(DataError, match="changed while it was in use"):
             read()
+
+
+@pytest.mark.parametrize("order", ["", " order by number desc"])
+def test_a_query_gives_every_process_its_records_in_one_order(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ORDER BY a database may start anywhere (PostgreSQL joins a scan that is under way)."""
+    import sqlite3
+
+    from fedlora.data import sql
+
+    for name, numbers in (("one", [3, 1, 2]), ("two", [2, 3, 1])):
+        with sqlite3.connect(tmp_path / name) as base:
+            base.execute("create table t(number, text, label)")
+            base.executemany("insert into t values(?, 'x', 'a')", [(number,) for number in numbers])
+    found = []
+    for name in ("one", "two"):
+        monkeypatch.setattr(sql, "_ENGINES", {})
+        source = {"kind": "sql", "url": f"sqlite:///{tmp_path}/{name}", "query": f"select * from t{order}"}
+        found.append(load_rows(data_config(source=source)).column("number"))
+    assert found[0] == found[1] == ([3, 2, 1] if order else [1, 2, 3])
