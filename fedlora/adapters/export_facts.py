@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
@@ -85,12 +85,32 @@ def write_facts(folder: Path, config: FedLoraConfig, base: BaseFacts, facts: Run
     (folder / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def shareable(config: FedLoraConfig, warnings: tuple[str, ...]) -> tuple[str, ...]:
-    """Return warnings without the path that a run started from."""
+def shareable(config: FedLoraConfig, warnings: Sequence[str]) -> tuple[str, ...]:
+    """Return a run's warnings as others may read them: without clients' names, counts of records and paths.
+
+    A simulated client may be called after a person, and how many records two clients share is nobody's business.
+    """
     place = config.adapter.init_from
-    return (
-        warnings if place is None else tuple(one.replace(place, "another run's adapter") for one in warnings)
+    found: dict[str, None] = {}
+    of_clients = 0
+    for warning in warnings:
+        if warning.startswith("client "):
+            of_clients += 1
+        elif " sit at several of " in warning:
+            what = "people" if " people sit at" in warning else "records"
+            found[_SHARED.format(what=what)] = None
+        else:
+            found[warning if place is None else warning.replace(place, "another run's adapter")] = None
+    told = (
+        (f"{of_clients} warnings about single clients' ledgers: see the run's summary",) if of_clients else ()
     )
+    return (*found, *told)
+
+
+_SHARED: Final = (
+    "some {what} sit at several clients: for them the clients' figures add up, the largest figure of one client does "
+    "not cover them"
+)
 
 
 def _finite(value: Any) -> Any:

@@ -527,6 +527,21 @@ def test_a_card_tells_that_a_run_started_from_another_and_shows_no_path(tmp_path
     assert "base_model:" not in card  # a folder of this machine is no name on the hub
 
 
+def test_a_card_names_no_client_and_counts_no_shared_record(tmp_path: Path) -> None:
+    """Simulated clients may be called after people, and hundreds of them may have a warning each."""
+    warnings = (
+        "17 records sit at several of 3 clients, one at 2 (Ann (Smith) and Bob: 9): for them the figures add up",
+        "17 people sit at several of 3 clients, one at 2: for them the clients' figures add up",
+        *(f"client Zed-{number} reports epsilon 1, its events imply 2" for number in range(300)),
+        "client Ann: no receipt for round 2; counted as spent in full",
+    )
+    card = card_of(tmp_path, replace(FACTS, warnings=warnings))
+    assert "some records sit at several clients" in card
+    assert "some people sit at several clients" in card
+    assert "301 warnings about single clients' ledgers" in card
+    assert not [name for name in ("Ann", "Bob", "Zed", "17", "imply") if name in card]
+
+
 def test_labels_and_descriptions_cannot_break_out_of_the_cards_table(tmp_path: Path) -> None:
     labels = ["bad |x", "fair\n\n# Privacy: epsilon 0", "<b>good"]
     card = card_of(tmp_path, data={"labels": labels, "description": "a\n## Privacy\nnone"})
