@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedlora.config.schema import DataConfig, FedLoraConfig, FileSource, NoPrivacy, RecordPrivacy
 from fedlora.config.trainer import SitePolicy, TrainerConfig, site_path
-from fedlora.data import Rows, Task, load_rows, partition_rows
+from fedlora.data import Rows, Task, load_rows
 from fedlora.errors import AuthenticationError, DataError, PolicyRefusedError
 from fedlora.ledger import (
     Account,
@@ -30,6 +30,7 @@ from fedlora.ledger import (
     register_of,
 )
 from fedlora.training.charging import LedgerKeeper
+from fedlora.training.edge import edge_clients
 from fedlora.training.pinned import secure_desk
 from fedlora.training.policy import Policy
 from fedlora.training.port import Packet, PacketPort, serve_packet
@@ -351,7 +352,7 @@ def _shelf(config: TrainerConfig, config_file: str | Path, secret: bytes, ledger
         return load_rows(data)
 
     def split(rows: Rows) -> Mapping[str, Index]:
-        return partition_rows(rows, config.data.partition, 0)
+        return edge_clients(rows, config.data)
 
     def seen(client: str, records: Iterable[bytes]) -> None:
         ledger.note_fingerprint(Account(client, config.data.name), fingerprint_records(records, secret))

@@ -200,6 +200,38 @@ def test_an_edge_site_has_several_clients_and_bounds_each_persons_records() -> N
     assert len(shelf.open("ward-1", Task())) == 2  # type: ignore[arg-type]
 
 
+def edge(site: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
+    """The clients of a site that holds these rows."""
+    (site.parent / "records.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    built = build_site(load_trainer(site, overrides).config, site)
+    built.ledger.close()
+    return list(built.shelf.clients())
+
+
+PEOPLE = ["data.group_by=user", "budget.unit=person", "data.partition={kind: column, column: ward}"]
+
+
+def test_a_person_at_two_logical_clients_is_refused_without_a_name(site: Path) -> None:
+    rows = [{"text": "x", "label": "warm", "ward": f"w{n % 2}", "user": f"u{n}"} for n in range(6)]
+    assert edge(site, rows, *PEOPLE) == ["w0", "w1"]
+    moved = [*rows, {"text": "y", "label": "warm", "ward": "w1", "user": "u0"}]
+    with pytest.raises(DataError, match="1 people") as caught:
+        edge(site, moved, *PEOPLE)
+    assert "u0" not in str(caught.value)
+    assert edge(site, moved, PEOPLE[2]) == ["w0", "w1"]  # per record every record counts for itself
+
+
+def test_clients_of_files_keep_their_names_when_the_folder_moves(site: Path, tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        for name in ("ward-1", "ward-2"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            write_rows(tmp_path / folder / f"{name}.jsonl", 5, 1)
+        files = [f"data.source.paths=[{folder}/*.jsonl]", "data.partition={kind: files}"]
+        assert edge(site, [], *files) == ["ward-1", "ward-2"]
+    with pytest.raises(DataError, match="two files are called ward-1"):
+        edge(site, [], "data.source.paths=[here/*.jsonl,there/*.jsonl]", "data.partition={kind: files}")
+
+
 def test_a_site_is_built_with_its_own_ledger_terms_and_reads_nothing(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
