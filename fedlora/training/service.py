@@ -102,8 +102,25 @@ def read_packet(stream: socket.socket, deadline: float, max_bytes: int) -> Packe
         PayloadTooLargeError: if it announces more than `max_bytes`.
         TimeoutError: if the deadline passes.
     """
+    prefix, size = read_prefix(stream, deadline, max_bytes)
+    return read_body(stream, prefix, size, deadline, max_bytes)
+
+
+def read_prefix(stream: socket.socket, deadline: float, max_bytes: int) -> tuple[bytes, int]:
+    """Read a packet's first bytes; return them and how many follow.
+
+    Raises:
+        WireError: if they are malformed or cut short.
+        PayloadTooLargeError: if they announce more than `max_bytes`.
+        TimeoutError: if the deadline passes.
+    """
     prefix = bytes(read_exactly(stream, PREFIX_BYTES, deadline, "packet"))
-    body = read_exactly(stream, packet_length(prefix, max_bytes), deadline, "packet")
+    return prefix, packet_length(prefix, max_bytes)
+
+
+def read_body(stream: socket.socket, prefix: bytes, size: int, deadline: float, max_bytes: int) -> Packet:
+    """Read the rest of a packet; the errors are those of `read_packet`."""
+    body = read_exactly(stream, size, deadline, "packet")
     return decode_packet(prefix + bytes(body), max_bytes)
 
 

@@ -27,13 +27,16 @@ from fedlora.training.service import (
     TRAINER,
     load_token,
     proof,
+    read_body,
     read_exactly,
-    read_packet,
+    read_prefix,
     send_all,
 )
 
 _LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 8
+LARGE_BYTES = 16 * 1024 * 1024
+"""Larger packets are taken one at a time, or every connection could fill memory up to the largest packet."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class TrainerService:
         self._limits = ServiceLimits() if limits is None else limits
         self._group, self._on_packet, self._after = group, on_packet, after
         self._slots = threading.BoundedSemaphore(self._limits.max_connections)
+        self._large = threading.Lock()
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -255,13 +259,17 @@ class TrainerService:
             return False
         started, busy = time.monotonic(), time.thread_time()
         try:
-            packet = read_packet(stream, deadline, self._limits.max_message_bytes)
+            prefix, size = read_prefix(stream, deadline, self._limits.max_message_bytes)
+            with self._large if size > LARGE_BYTES else contextlib.nullcontext():
+                deadline = time.monotonic() + self._limits.idle_seconds  # the turn may have come late
+                packet = read_body(stream, prefix, size, deadline, self._limits.max_message_bytes)
+                answer = self._port.exchange(packet)
+                self._note(packet, answer, Took(time.monotonic() - started, time.thread_time() - busy))
+                del packet
         except (WireError, PayloadTooLargeError) as error:
             _LOG.warning("trainer socket: refused a packet (%s)", error)
             self._answer(stream, failure_packet(error))
             return False
-        answer = self._port.exchange(packet)
-        self._note(packet, answer, Took(time.monotonic() - started, time.thread_time() - busy))
         self._answer(stream, answer)
         if self._after is not None:
             try:

@@ -16,7 +16,7 @@ import pytest
 from fedlora.errors import AuthenticationError, DeploymentError, PayloadTooLargeError, TrainerUnreachableError
 from fedlora.training.port import Packet, encode_packet
 from fedlora.training.service import NONCE_BYTES, RELAY, SocketPort, load_token, proof
-from fedlora.training.service_server import ServiceLimits, TrainerService, ensure_token
+from fedlora.training.service_server import LARGE_BYTES, ServiceLimits, TrainerService, ensure_token
 
 
 class Echo:
@@ -157,6 +157,41 @@ def test_an_answer_above_the_limit_is_refused_at_the_relay(place: Path) -> None:
     with pytest.raises(PayloadTooLargeError):
         client(place, max_bytes=1000).exchange(Packet({}, {"a": np.zeros(10_000, np.float32)}))
     service.stop()
+
+
+class Hungry(Echo):
+    """Notes how many packets are in its hands at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most = 0, 0
+
+    def exchange(self, packet: Packet) -> Packet:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(0.2)
+        self.now -= 1
+        return Packet({"op": packet.header["op"]})
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(LARGE_BYTES // 4 + 10, 1), (10, 2)])
+def test_large_packets_are_taken_one_at_a_time_and_small_ones_are_not(
+    place: Path, size: int, at_once: int
+) -> None:
+    trainer = Hungry()
+    service = start(place, trainer)
+    packet = Packet({"op": "large"}, {"a": np.zeros(size, np.float32)})
+    answers: list[Packet] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(client(place).exchange(packet))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    service.stop()
+    assert len(answers) == 3
+    assert trainer.most == 1 if at_once == 1 else trainer.most >= at_once
 
 
 def test_the_relay_waits_for_a_trainer_that_restarts(place: Path) -> None:
