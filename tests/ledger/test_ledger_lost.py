@@ -295,3 +295,25 @@ def test_the_commands_refuse_and_accept_a_lost_ledger(
         spend(ledger, 1)
     assert frame.main(["budget", "show", str(path), *named]) == 0
     assert "lost on Tuesday" in capsys.readouterr().out
+
+
+def test_many_processes_begin_one_registered_ledger_together(
+    path: Path, key: Path, reopen: Callable[..., Ledger]
+) -> None:
+    children = []
+    for index in range(6):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with reopen() as ledger:
+                    spend(ledger, index)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 6
+    with reopen() as ledger:
+        ledger.verify()
+        assert ledger.report(SITE).num_events == 6 * 4
+        assert set(Register(register_of(key), load_or_create_secret(key)).known()) == {ledger.ledger_id}
