@@ -44,8 +44,8 @@ def read_messages(value: Any) -> list[dict[str, str]]:
 
 def as_messages(row: Row, prompt: str, response: str) -> list[dict[str, str]]:
     """Return a prompt/response record as messages; an optional `system` column comes first."""
-    system = row.get("system")
-    start = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    system = system_of(row)
+    start = [{"role": "system", "content": system}] if system else []
     return [*start, {"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
@@ -92,6 +92,20 @@ def keep_end(
 
 def _with(message: Message, content: str) -> Message:
     return message if len(content) == len(message["content"]) else {**message, "content": content}
+
+
+def system_of(row: Row) -> str:
+    """Return a record's system text, "" where it has none.
+
+    Raises:
+        DataError: if it is neither text nor missing.
+    """
+    system = row.get("system")
+    if system is None or (isinstance(system, float) and system != system):
+        return ""
+    if not isinstance(system, str):
+        raise DataError(f"column 'system' must be text, not {type(system).__name__}")
+    return system
 
 
 def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[int]]:

@@ -96,7 +96,7 @@ class Rows(Sequence[Row]):
     def _read(self, place: int) -> Row:
         try:
             return self._store.read(place)
-        except FedLoraError:
+        except (FedLoraError, MemoryError):
             raise
         except Exception as fault:
             # Whatever a store's own library says may quote the record.

@@ -116,6 +116,18 @@ def test_without_a_template_the_response_and_the_end_token_are_learned() -> None
         task.encode({"messages": [{"role": "user", "content": "x"}]})
 
 
+@pytest.mark.parametrize("templated", [True, False])
+def test_a_system_text_is_never_left_out_and_must_be_text(templated: bool) -> None:
+    task = chat_task(64) if templated else instruction()
+    row = {"prompt": "the cat", "response": "sat", "system": "mat"}
+    assert "mat" in task.tokenizer.decode(task.encode(row).input_ids)
+    assert "mat" in task.tokenizer.decode(task.encode(row).prompt)
+    for none in (None, "", float("nan")):
+        assert task.encode(row | {"system": none}) == task.encode({"prompt": "the cat", "response": "sat"})
+    with pytest.raises(DataError, match="column 'system' must be text"):
+        task.encode(row | {"system": ["mat"]})
+
+
 def test_a_yaml_template_makes_the_prompt() -> None:
     task = instruction(template="Q: {question}\nA: ")
     record = task.encode({"question": "cat", "response": "dog"})

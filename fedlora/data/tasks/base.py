@@ -108,6 +108,8 @@ def encode_row(task: Task, rows: Rows, place: int) -> Encoded:
         return task.encode(row)
     except DataError as fault:
         raise DataError(f"{rows.origin(place)}: {fault}") from fault
+    except MemoryError:
+        raise
     except Exception as fault:
         # A tokenizer's or an image library's own words may quote the record.
         raise DataError(

@@ -13,6 +13,7 @@ from fedlora.data.chat import (
     keep_start,
     opening_ids,
     read_messages,
+    system_of,
 )
 from fedlora.data.rows import Row
 from fedlora.data.tasks.base import CHARACTERS_PER_TOKEN, IGNORED, Encoded, field_text
@@ -23,8 +24,8 @@ from fedlora.errors import DataError
 class Instruction(CausalLm):
     """Columns: messages; or prompt (or a template) and response, and optionally system.
 
-    With a chat template the tokenizer's own is used. A base model without one sees the prompt,
-    a line break, the response and the end token. `data.on_overlong` decides what is cut:
+    With a chat template the tokenizer's own is used. A base model without one sees the system text if there
+    is one, the prompt, a line break each, the response and the end token. `data.on_overlong` decides what is cut:
     `truncate_prompt` cuts the oldest tokens and keeps the response's end, `truncate_end` cuts the end (a response that
     is cut away entirely gives loss 0), `refuse` stops.
     """
@@ -51,7 +52,9 @@ class Instruction(CausalLm):
         prompt, cut_prompt = self.clip_text(self.text_of(row, "prompt"), keep_end=True)
         response, cut_response = self.clip_text(field_text(row, "response"))
         if not self._has_template:
-            return self._plain(prompt, response, cut_prompt or cut_response)
+            system, cut_system = self.clip_text(system_of(row))
+            opening = f"{system}\n{prompt}" if system else prompt
+            return self._plain(opening, response, cut_prompt or cut_response or cut_system)
         return self._conversation(as_messages(row, prompt, response), cut_prompt or cut_response)
 
     def _conversation(self, messages: Sequence[Message], cut: bool = False) -> Encoded:
