@@ -12,6 +12,7 @@ from trainer_helpers import SECRET, World, make_world
 
 from fedlora.config.schema import DataConfig
 from fedlora.data import Rows, load_rows
+from fedlora.errors import DataError
 from fedlora.ledger import Account, open_ledger
 from fedlora.training.charging import LedgerKeeper
 from fedlora.training.policy import Policy
@@ -101,6 +102,6 @@ def test_records_are_checked_once_for_a_task(world: World) -> None:
     before = shelf.open("site", world.bench.task)
     shelf.check("site", world.bench.task)
     assert shelf.open("site", world.bench.task) is before
-    with pytest.raises(AssertionError):
+    with pytest.raises(DataError, match="AssertionError"):
         shelf.check("site", Counting())  # type: ignore[arg-type]
     assert encoded == [1]
