@@ -97,7 +97,8 @@ def _role(
     choice: tuple[bool, bool, bool],
 ) -> ServerRole:
     """Read the configuration and prepare the role: places are certs, allow-list, state; choice resume, new, once."""
-    from fedlora.cli.serving import ServerPlan, ServerRole
+    from fedlora.cli.serving import ServerRole
+    from fedlora.cli.serving_plan import ServerPlan
     from fedlora.config import load
     from fedlora.simulation.appdir import find_app_dir
 

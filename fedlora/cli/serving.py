@@ -7,7 +7,6 @@ import logging
 import secrets
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora import errors
@@ -16,8 +15,8 @@ from fedlora.cli.control import Control, RunState, public_key_pem
 from fedlora.cli.files import PUBLIC, write_file
 from fedlora.cli.keyring import AllowList
 from fedlora.cli.metrics import server_registry
-from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY, check_server_certificate, check_server_key
-from fedlora.cli.processes import Child, StopSignals, child_environment, port_is_free
+from fedlora.cli.pki import CA_CERT, SERVER_CERT, SERVER_KEY
+from fedlora.cli.processes import Child, StopSignals, child_environment
 from fedlora.cli.serving_files import (
     RunFile,
     absolute_sources,
@@ -28,9 +27,10 @@ from fedlora.cli.serving_files import (
     make_folder,
     read_json,
 )
+from fedlora.cli.serving_plan import ServerPlan
 from fedlora.cli.state import AuditLog, StateFile
 from fedlora.cli.superlink import ENV_CONTROL_TOKEN, ENV_OPEN_FILE
-from fedlora.config import FedLoraConfig, save_resolved
+from fedlora.config import save_resolved
 from fedlora.errors import CheckpointError, DeploymentError, FedLoraError, FileAccessError
 from fedlora.names import ENV_ROSTER, RUN_FOLDER_UNWRITABLE
 
@@ -40,58 +40,8 @@ RAISED = "ServerApp failed with exception:"
 """Flower's words for an exception; before the first round it would only come again."""
 ROSTER_FILE = "roster.json"
 """Node id to the clients that it may answer for; the ServerApp reads it."""
-ANY_HOSTS = ("0.0.0.0", "::", "127.0.0.1", "::1")  # noqa: S104 - the server is meant to be reached
-
-
-@dataclass(frozen=True)
-class ServerPlan:
-    """What `fedlora server` was asked to do.
-
-    Attributes:
-        config: the run's configuration.
-        certs: folder with ca.crt, server.crt, server.key.
-        allow: the allow-list.
-        state: folder of everything that outlives the process.
-        host: address to listen on: all (0.0.0.0, ::) or the loopback.
-        port: TCP port.
-        run_dir: folder of run folders, absolute.
-        max_restarts: how often a crashed SuperLink or ServerApp is started again.
-        stay: keep serving after the run.
-    """
-
-    config: FedLoraConfig
-    certs: Path
-    allow: Path
-    state: Path
-    host: str
-    port: int
-    run_dir: Path
-    max_restarts: int = 5
-    stay: bool = False
-
-    def check(self) -> None:
-        """Check everything that can be checked before anything is started.
-
-        Raises:
-            FedLoraError: for an unusable certificate, allow-list, address or port.
-        """
-        if self.host not in ANY_HOSTS:
-            raise DeploymentError(
-                f"--host {self.host}: use 0.0.0.0 (all interfaces) or 127.0.0.1; the server's own processes need "
-                "the loopback. Limit interfaces with the firewall or the container's network"
-            )
-        facts = check_server_certificate(self.certs)
-        check_server_key(self.certs)
-        if "127.0.0.1" not in facts.names:
-            raise DeploymentError("server certificate: must list 127.0.0.1 too; run `fedlora certs renew`")
-        if facts.days_left() < 30:
-            _LOG.warning(
-                "the server's certificate ends in %.0f days; run `fedlora certs renew`", facts.days_left()
-            )
-        if not AllowList.load(self.allow).allowed():
-            raise DeploymentError(f"allow-list {self.allow}: no site is allowed; use `fedlora keys allow`")
-        if not port_is_free(self.host, self.port):
-            raise DeploymentError(f"port {self.port}: in use already; is another server running?")
+SILENT_SECONDS = 180.0
+"""A SuperLink that runs and answers nothing for so long is ended, and started again as one that died."""
 
 
 class ServerRole:
@@ -121,7 +71,7 @@ class ServerRole:
         self._child: Child | None = None
         self._control: Control | None = None
         self._flower_run: int | None = None
-        self._restarts = 0
+        self._restarts, self._answered = 0, 0.0
         self._allow_seen: tuple[float, int] | None = None
 
     @property
@@ -213,6 +163,7 @@ class ServerRole:
         self._control.wait_until_ready(START_SECONDS, lambda: child.poll() is None)
         self._allow_seen = None
         self._sync_keys()
+        self._answered = time.monotonic()
         gate.touch()
         self._state.update(status="serving", run_id=self.run_id, port=plan.port, superlink_pid=child.pid)
         self._audit.write("superlink started", port=plan.port, restarts=self._restarts)
@@ -285,8 +236,9 @@ class ServerRole:
                 self._sync_keys()
                 state = self._asked().run_state(self._flower_run or 0)
             except DeploymentError as error:
-                _LOG.warning("%s", error)
+                self._no_answer(error)
                 continue
+            self._answered = time.monotonic()
             self._note_progress()
             if state.status == "finished":
                 status = self._finished(state)
@@ -307,8 +259,16 @@ class ServerRole:
                 continue
             try:
                 self._sync_keys()
+                self._answered = time.monotonic()
             except DeploymentError as error:
-                _LOG.warning("%s", error)
+                self._no_answer(error)
+
+    def _no_answer(self, error: DeploymentError) -> None:
+        """Note that the SuperLink did not answer; end it if that goes on for too long."""
+        _LOG.warning("%s", error)
+        if self._child is not None and time.monotonic() - self._answered > SILENT_SECONDS:
+            _LOG.error("the SuperLink has not answered for %.0f s; it is ended", SILENT_SECONDS)
+            self._child.stop()
 
     def _finished(self, state: RunState) -> str | None:
         """Return how the run ended, or None if it must be started again.

@@ -22,7 +22,7 @@ from fedlora.cli.processes import (
     port_is_free,
     script,
 )
-from fedlora.cli.serving import ServerRole
+from fedlora.cli.serving import SILENT_SECONDS, ServerRole
 from fedlora.cli.serving_files import ended_with, last_line, read_json
 from fedlora.cli.state import AuditLog, StateFile, read_state
 from fedlora.errors import BudgetExceededError, ConfigError, DeploymentError
@@ -176,6 +176,7 @@ class Role(ServerRole):
 
     def __init__(self) -> None:
         self.started: list[str] = []
+        self._answered = time.monotonic()
         self._child = SimpleNamespace(poll=lambda: -9)  # type: ignore[assignment]
         self._state = SimpleNamespace(update=lambda **fields: self.started.append(f"state {fields}"))  # type: ignore[assignment]
 
@@ -194,3 +195,17 @@ def test_a_server_that_stays_starts_a_dead_superlink_again() -> None:
     role, waits = Role(), iter([False, False, True])
     role._stay(SimpleNamespace(wait=lambda seconds: next(waits)), "finished")  # type: ignore[arg-type]
     assert role.started[1:3] == ["SuperLink ended", "superlink"]
+
+
+def test_a_superlink_that_runs_and_answers_nothing_is_ended_in_bounded_time() -> None:
+    role, stopped = Role(), []
+    role._answered = time.monotonic() - SILENT_SECONDS + 50
+    role._child = SimpleNamespace(poll=lambda: -9 if stopped else None, stop=lambda: stopped.append(1))  # type: ignore[assignment]
+    waits = iter([False, False, False, True])
+    role._stay(SimpleNamespace(wait=lambda seconds: next(waits)), "finished")  # type: ignore[arg-type]
+    assert not stopped
+    role._answered = time.monotonic() - SILENT_SECONDS - 1
+    waits = iter([False, False, True])
+    role._stay(SimpleNamespace(wait=lambda seconds: next(waits)), "finished")  # type: ignore[arg-type]
+    assert stopped
+    assert role.started[-3:-1] == ["SuperLink ended", "superlink"]
