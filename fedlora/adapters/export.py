@@ -232,6 +232,18 @@ def target_names(adapted: AdaptedModel) -> list[str]:
     return sorted(wanted) if surplus else short
 
 
+def refuse_others_files(folder: Path) -> None:
+    """Refuse a place that holds something else than an earlier export.
+
+    Raises:
+        ExportError: naming it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ExportError(f"export: {folder} is a file; choose an empty or new folder")
+    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS_FILE).is_file():
+        raise ExportError(f"export: {folder} holds other files; choose an empty or new folder")
+
+
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """Give a scratch folder beside `folder` that takes its place if the block succeeds.
@@ -240,10 +252,7 @@ def staged(folder: Path) -> Iterator[Path]:
         ExportError: if `folder` holds something that is not an earlier export.
     """
     folder = folder.resolve()  # a link keeps leading to its place
-    if folder.exists() and not folder.is_dir():
-        raise ExportError(f"export: {folder} is a file; choose an empty or new folder")
-    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS_FILE).is_file():
-        raise ExportError(f"export: {folder} holds other files; choose an empty or new folder")
+    refuse_others_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     before = scratch.with_name(scratch.name + ".before")

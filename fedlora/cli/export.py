@@ -85,7 +85,7 @@ def export_run(
     Raises:
         ExportError: if the folder has no adapter that can be read, or the export does not reproduce it.
     """
-    from fedlora.adapters.export import export_adapter
+    from fedlora.adapters.export import export_adapter, refuse_others_files
     from fedlora.adapters.export_merge import export_merged
     from fedlora.config import load_config
     from fedlora.training.session import load_parts
@@ -95,16 +95,18 @@ def export_run(
         raise ExportError(
             f"export: {run} has no config.yaml and adapter.flr; give the folder of a finished run (or resume it)"
         )
+    target = output or run / ("merged" if merged else "adapter")
+    refuse_others_files(target)
     payload = _read_adapter(saved)
     config = load_config(run / "config.yaml")
     facts = read_facts(run, config)
     bench = _Loaded(config, load_parts(config))
     if merged:
-        return export_merged(bench, payload, output or run / "merged", dtype=dtype, facts=facts)
+        return export_merged(bench, payload, target, dtype=dtype, facts=facts)
     payload, lost = at_export_rank(config, payload)
     if lost is not None:
         facts = replace(facts, warnings=(*facts.warnings, lost))
-    return export_adapter(bench, payload, output or run / "adapter", facts=facts)
+    return export_adapter(bench, payload, target, facts=facts)
 
 
 def _read_adapter(path: Path) -> AdapterPayload:
