@@ -27,7 +27,7 @@ class LedgerMirror:
         self._said: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._known: dict[Spent, float] = {}
-        self._fresh: float | None = None
+        self._fresh = False
 
     def memory(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
@@ -51,18 +51,21 @@ class LedgerMirror:
         if reply.epsilon is not None:
             self._said[reply.client] = max(reply.epsilon, self._said.get(reply.client, 0.0))
             self._last[reply.client] = reply.epsilon
-            self._fresh = max(self._fresh or 0.0, reply.epsilon)
+            self._fresh = True
         else:
             self._last.pop(reply.client, None)
 
     def start_round(self) -> None:
         """Forget which figures are new."""
-        self._fresh = None
+        self._fresh = False
 
     @property
-    def said_this_round(self) -> float | None:
-        """Largest epsilon reported since `start_round`; None if nobody reported one."""
-        return self._fresh
+    def said_so_far(self) -> float | None:
+        """Largest epsilon reported until now; None if nobody reported one since `start_round`.
+
+        A client that stays silent has still spent what it reported last.
+        """
+        return self.largest_said if self._fresh else None
 
     @property
     def largest_said(self) -> float | None:

@@ -130,7 +130,7 @@ def _hooks(
     def epsilon() -> float | None:
         if isinstance(config.privacy, ClientPrivacy):
             return charge.epsilon()
-        return answers.mirror.said_this_round
+        return answers.mirror.said_so_far
 
     return before_round, epsilon
 
