@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import expit
 
-from fedlora.accounting import _checks, bounds, gaussian, pld, rdp, truncation
+from fedlora.accounting import _checks, bounds, gaussian, pld, rdp, truncation, variation
 from fedlora.accounting.conditional import M1Event, PaveEvent, SketchEvent, VectorProjectionEvent
 from fedlora.accounting.events import Event, NonPrivateEvent
 from fedlora.accounting.hypergeometric import FloatArray
@@ -73,6 +73,8 @@ def epsilon_of(
     relation = _relation_for(parts, relation)
     if not all(event.chargeable for event, _ in parts):
         conditions["conditional analysis: it never pays for a release"] = None
+    if parts and variation.chance_of_use(parts) <= probability:
+        conditions[variation.SAMPLING_ALONE] = None
     try:
         epsilon, tool, alternatives = _cached(
             _keys(parts), _Parts(parts), probability, relation, name, factor

@@ -7,6 +7,7 @@ Calibration and Optimal Denoising", ICML 2018, Theorem 8.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from scipy.special import erfcx, log_ndtr
@@ -14,9 +15,9 @@ from scipy.special import erfcx, log_ndtr
 from fedlora.accounting import _checks
 from fedlora.accounting.hypergeometric import FloatArray
 
-_NEAR = 2.0
+_NEAR = 0.1
 _FAR = 30.0
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
 _ROUNDING = 1.0e-12
 """Bound on the relative rounding error of delta; it is put on the private side."""
 
@@ -48,17 +49,19 @@ def _log_delta_scaled(s: float, mu: float) -> float:
     """
     if not s < 1.0e150:
         return -math.inf
-    if mu < _NEAR:
+    if s > 1.0e4:
+        difference = mu / s / (s + mu)  # above it by 3 / s^2, relative
+    elif mu < _NEAR:
         t = s + 0.5 * mu * (1.0 + _NODES)
         difference = 0.5 * mu * float(_WEIGHTS @ (_far_slope(t) if s > _FAR else 1.0 - t * _mills(t)))
     else:
-        difference = float(_mills(s) - _mills(s + mu))
+        difference = _mills(s) - _mills(s + mu)
     return math.log(difference) - 0.5 * s * s - 0.5 * math.log(2.0 * math.pi)
 
 
-def _mills(t: FloatArray | float) -> FloatArray:
-    """R(t) = Phi(-t) / phi(t)."""
-    return np.asarray(math.sqrt(math.pi / 2.0) * erfcx(np.asarray(t) / math.sqrt(2.0)), dtype=np.float64)
+def _mills(t: Any) -> Any:
+    """R(t) = Phi(-t) / phi(t), of a number or an array."""
+    return math.sqrt(math.pi / 2.0) * erfcx(t / math.sqrt(2.0))
 
 
 def _far_slope(t: FloatArray) -> FloatArray:

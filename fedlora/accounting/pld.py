@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlora.accounting import tilted
+from fedlora.accounting import sampled, tilted
 from fedlora.accounting.events import Event, GaussianEvent, NoisyProjectionEvent, PoissonGaussianEvent
 from fedlora.accounting.lean_import import load_pld
 from fedlora.accounting.reports import Adjacency
@@ -124,23 +124,54 @@ def step(
     sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool
 ) -> tuple[Law, ...]:
     """Return dp_accounting's distribution of one sampled Gaussian step, one law for each direction that differs."""
-    privacy_loss_distribution = load_pld()
-    from dp_accounting import privacy_accountant
-
-    relation = privacy_accountant.NeighboringRelation
     with _quiet():
-        one = privacy_loss_distribution.from_gaussian_mechanism(
-            sigma,
-            pessimistic_estimate=pessimistic,
-            value_discretization_interval=interval,
-            sampling_prob=rate,
-            use_connect_dots=pessimistic,
-            neighboring_relation=(
-                relation.REPLACE_ONE if adjacency is Adjacency.REPLACE_ONE else relation.ADD_OR_REMOVE_ONE
-            ),
-        )
-    found = [one._pmf_remove] if one._symmetric else [one._pmf_remove, one._pmf_add]
+        found = [
+            _pmf(sigma, rate, interval, kind, pessimistic)
+            for kind in (
+                ("REPLACE",)
+                if adjacency is Adjacency.REPLACE_ONE
+                else (("REMOVE",) if rate == 1.0 else ("REMOVE", "ADD"))
+            )
+        ]
     return tuple(_law(pmf.to_dense_pmf()) for pmf in found)
+
+
+def _pmf(sigma: float, rate: float, interval: float, kind: str, pessimistic: bool) -> Any:
+    """One direction's distribution, built by dp_accounting."""
+    distribution = load_pld()
+    from dp_accounting.pld import privacy_loss_mechanism
+
+    loss = _loss_class()(
+        sigma,
+        sensitivity=1.0,
+        pessimistic_estimate=pessimistic,
+        log_mass_truncation_bound=-50.0,
+        sampling_prob=rate,
+        adjacency_type=privacy_loss_mechanism.AdjacencyType[kind],
+    )
+    return distribution._create_pld_pmf_from_monotone_privacy_loss(
+        loss,
+        pessimistic_estimate=pessimistic,
+        value_discretization_interval=interval,
+        use_connect_dots=pessimistic,
+    )
+
+
+@functools.cache
+def _loss_class() -> Any:
+    """dp_accounting's Gaussian privacy loss with its cut-offs in vectors (there, one Python call for each of them)."""
+    load_pld()
+    from dp_accounting.pld import privacy_loss_mechanism
+
+    class GaussianLoss(privacy_loss_mechanism.GaussianPrivacyLoss):  # type: ignore[misc]
+        def get_delta_for_epsilon(self, epsilon: Any) -> Any:
+            thresholds = np.asarray(epsilon, dtype=np.float64)
+            scale, q = self.standard_deviation, self.sampling_prob
+            x = sampled.cutoff(thresholds, scale, q, self.adjacency_type.name)
+            delta = self.mu_upper_cdf(x) - np.exp(thresholds + self.mu_lower_log_cdf(x))
+            return np.clip(np.where(np.isnan(delta), 0.0, delta), 0.0, 1.0)
+
+    return GaussianLoss
 
 
 def _law(pmf: Any) -> Law:

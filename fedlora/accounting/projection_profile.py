@@ -196,7 +196,7 @@ def _law(grid: FloatArray, first: int, h: FloatArray) -> Law:
 def distribution(
     event: NoisyProjectionEvent, interval: float, adjacency: Adjacency
 ) -> tuple[Law, ...] | None:
-    """Return the laws of one step, pessimistic; None if their grid is too large.
+    """Return the laws of one step, one for each direction that differs, pessimistic; None if their grid is too large.
 
     Args:
       event: one step.
@@ -206,7 +206,8 @@ def distribution(
     replaced = adjacency is Adjacency.REPLACE_ONE
     gain = 4.0 if replaced else 1.0
     laws = []
-    for curve in (replace_curve,) if replaced else (remove_curve, add_curve):
+    both = (remove_curve, add_curve) if event.sample_rate not in (None, 1.0) else (remove_curve,)
+    for curve in (replace_curve,) if replaced else both:
         span = _span(event, interval, gain, curve)
         if span is None:
             return None

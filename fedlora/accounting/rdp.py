@@ -243,8 +243,9 @@ def _fractional_moment(order: float, rate: float, sigma: float) -> float:
     )
     peak = float(max(np.max(first), np.max(second)))
     sizes = np.exp(first - peak) + np.exp(second - peak)
-    # beyond the order the terms alternate and shrink, so that the last one bounds the rest; 1e-14 covers rounding
-    slack = float(sizes[-1]) + 1e-14 * float(np.sum(sizes))
+    # beyond the order the terms alternate and shrink, so that the last one bounds the rest; the other part is rounding
+    parts = gammaln(order + 1.0) + gammaln(i + 1.0) + np.abs(gammaln(j + 1.0))
+    slack = float(sizes[-1]) + 2.0**-51 * float(sizes @ (8.0 + parts))
     total = float(np.sum(sign * sizes))
     return math.inf if not total > 0.0 else peak + math.log(total + slack)
 

@@ -10,6 +10,8 @@ mass above the window (Chernoff's bound) and what the window folds back (which o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +24,15 @@ from fedlora.accounting.hypergeometric import FloatArray
 _UNIT = 2.0**-53
 _THIN = 4096
 _LARGEST_WINDOW = 1_500_000
-_TOP_SHARE = 1.0e-9
+_TOP_SHARE, _TOP_SHARE_LOWER = 1.0e-9, 1.0e-4
+"""Shares of delta that may lie above the window: added to an upper bound, left out of a lower one."""
 _RETRIES = 12
+_WEAKER = (1.0, 0.85, 0.7, 0.5)
 _FOLDED = 1.0e-13
+_BLOCK = 128
 _CURVE = 4.0e-14
-"""Error of a step's divergence curve, relative to the tail's probability. Masses are its second differences, so that
-summation by parts bounds the moment's error: at most `_CURVE` (1 + tilt) (1 + moment) per step."""
+"""Error of a step's divergence curve, relative to the tail's probability (more where losses are large). Masses are its
+second differences; summation by parts bounds the moment's error by that times (1 + tilt) (1 + moment) per step."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,18 @@ def _largest_below(holds: Callable[[float], bool], low: float, high: float) -> f
     return low
 
 
-def _tilt(parts: Sequence[_Part], log_mass: float, interval: float) -> float:
-    """The tilt at which Chernoff's bound on the upper tail is about exp(log_mass)."""
+def _tilt(parts: Sequence[_Part], log_mass: float, interval: float, *, excess: bool = False) -> float:
+    """The tilt at which Chernoff's bound on the upper tail is about exp(log_mass).
+
+    With `excess` it is the bound on the divergence E (1 - e^(epsilon - L))_+, which is smaller by the largest value of
+    e^(-tilt x) (1 - e^-x), tilt^tilt / (1 + tilt)^(1 + tilt): where most of the mass lies at the largest loss,
+    the two tilts differ.
+    """
 
     def before(tilt: float) -> bool:
         total, mean = _total(parts, tilt)
-        return tilt * mean - total < -log_mass
+        gain = tilt * math.log(tilt) - (1.0 + tilt) * math.log1p(tilt) if excess else 0.0
+        return tilt * mean - total - gain < -log_mass
 
     return _largest_below(before, 1e-9, 1.0 / interval)
 
@@ -129,21 +140,48 @@ class _Window:
     interval: float
     above: float
 
+    @functools.cached_property
+    def _blocks(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Sums over blocks, (size / _BLOCK,) each: v e^(-tilt x), v e^(-tilt x) (1 - e^-x) and v e^(-(tilt + 1) x).
+
+        x is the distance from the block's first loss. Every term is positive, so that nothing cancels.
+        """
+        ahead = np.arange(_BLOCK) * self.interval
+        padded = np.zeros(-(-self.entries.size // _BLOCK) * _BLOCK)
+        padded[: self.entries.size] = self.entries
+        rows = padded.reshape(-1, _BLOCK)
+        decay = np.exp(-self.tilt * ahead)
+        return rows @ decay, rows @ (decay * -np.expm1(-ahead)), rows @ (decay * np.exp(-ahead))
+
+    def _sums(self, epsilon: float) -> tuple[float, float, int]:
+        """Sums over losses y beyond epsilon: of v e^(-tilt y) (1 - e^-y), of v e^(-(tilt + 1) y), and their number."""
+        start = int(np.searchsorted(self.losses, epsilon, side="right"))
+        block = -(-start // _BLOCK)
+        ahead = self.losses[start : block * _BLOCK] - epsilon
+        with np.errstate(under="ignore"):
+            weights = self.entries[start : block * _BLOCK] * np.exp(-self.tilt * ahead)
+            value, tilted = float(weights @ -np.expm1(-ahead)), float(weights @ np.exp(-ahead))
+            ahead = self.losses[block * _BLOCK :: _BLOCK] - epsilon
+            plain, inner, both = (sums[block:] for sums in self._blocks)
+            decay, own = np.exp(-self.tilt * ahead), np.exp(-ahead)
+            value += float(decay @ (plain * -np.expm1(-ahead) + inner * own))
+            tilted += float(decay @ (both * own))
+        return value, tilted, self.entries.size - start
+
     def delta(self, epsilon: float, sign: float = 1.0) -> tuple[float, float]:
         """Return the divergence at epsilon with its error on the private side (sign 1), and its slope in e^epsilon.
 
         The second figure is the sum of masses times exp(epsilon - loss) over losses beyond epsilon.
         """
-        start = int(np.searchsorted(self.losses, epsilon, side="right"))
-        ahead = self.losses[start:] - epsilon
-        with np.errstate(under="ignore"):
-            weights = self.entries[start:] * np.exp(-self.tilt * ahead)
-            tilted = float(weights @ np.exp(-ahead))
+        sums, tilted, size = self._sums(epsilon)
         scale = math.exp(min(700.0, self.log_scale - self.tilt * (epsilon - self.centre)))
-        spread = min(float(ahead.size), 1.0 + 1.0 / -math.expm1(-min(50.0, self.tilt * self.interval)))
+        spread = min(float(size), 1.0 + 1.0 / -math.expm1(-min(50.0, self.tilt * self.interval)))
         error = scale * self.noise * spread + self.above
-        value = scale * max(0.0, float(weights @ -np.expm1(-ahead)))
-        return value * (1.0 + sign * self.relative) + sign * error, scale * tilted
+        if sign < 0.0:
+            error += (
+                scale * 2.0 * _FOLDED
+            )  # what the window folds back only adds: a lower bound goes without it
+        return scale * sums * (1.0 + sign * self.relative) + sign * error, scale * tilted
 
 
 def _window(laws: Sequence[tuple[Law, int]], interval: float, tilt: float, top_mass: float) -> _Window:
@@ -152,8 +190,8 @@ def _window(laws: Sequence[tuple[Law, int]], interval: float, tilt: float, top_m
     thin = [_thinned(part) for part in parts]
     steep = _tilt(thin, math.log(top_mass), interval)
     high = (_total(parts, steep)[0] - math.log(top_mass)) / steep
-    high = max(high, _end(thin, tilt, 1.0))
-    low = min(_end(thin, tilt, -1.0), high - interval)
+    high = max(high, _end(parts, thin, tilt, 1.0))
+    low = min(_end(parts, thin, tilt, -1.0), high - interval)
     first = math.floor(low / interval)
     size = fft.next_fast_len(max(16, math.ceil(high / interval) - first + 2), True)
     if size > _LARGEST_WINDOW:
@@ -174,16 +212,27 @@ def _window(laws: Sequence[tuple[Law, int]], interval: float, tilt: float, top_m
     )
 
 
-def _end(parts: Sequence[_Part], tilt: float, side: float) -> float:
-    """A loss beyond which, on one side, the tilted composition has a mass of at most about `_FOLDED` (Chernoff)."""
-    here = _total(parts, tilt)[0]
+def _fitting(laws: Sequence[tuple[Law, int]], interval: float, tilt: float, top_mass: float) -> _Window:
+    """A window that fits: rare large losses make the tilted law wide, and a weaker tilt only costs rounding."""
+    for factor in _WEAKER:
+        with contextlib.suppress(MemoryError):
+            return _window(laws, interval, factor * tilt, top_mass)
+    raise MemoryError
+
+
+def _end(parts: Sequence[_Part], thin: Sequence[_Part], tilt: float, side: float) -> float:
+    """A loss beyond which, on one side, the tilted composition has a mass of at most `_FOLDED` (Chernoff).
+
+    The thinned parts say where Chernoff's bound is good, the whole ones give it: thinning moves the outermost masses.
+    """
+    near = _total(thin, tilt)[0]
 
     def before(step: float) -> bool:
-        total, mean = _total(parts, tilt + side * step)
-        return here - total + side * step * mean < -math.log(_FOLDED)
+        total, mean = _total(thin, tilt + side * step)
+        return near - total + side * step * mean < -math.log(_FOLDED)
 
     step = _largest_below(before, 1e-9, 1e9)
-    return side * (_total(parts, tilt + side * step)[0] - here - math.log(_FOLDED)) / step
+    return side * (_total(parts, tilt + side * step)[0] - _total(parts, tilt)[0] - math.log(_FOLDED)) / step
 
 
 def _transform(
@@ -210,7 +259,8 @@ def _transform(
         offset += count * shift
         log_scale += count * cumulant
         own = 8.0 + tilt * float(weights @ np.abs(part.losses)) + abs(cumulant)
-        relative += count * (4.0 * _UNIT * own + 2.0 * _CURVE * (1.0 + tilt) * (1.0 + math.exp(-cumulant)))
+        curve = _CURVE + 8.0 * _UNIT * float(np.max(np.abs(part.losses)))
+        relative += count * (4.0 * _UNIT * own + 2.0 * curve * (1.0 + tilt) * (1.0 + math.exp(-cumulant)))
     with np.errstate(under="ignore", invalid="ignore"):
         product = np.where(np.isneginf(log_total.real), 0.0, np.exp(log_total))
         sizes = [count * np.exp(np.minimum(log_total.real - logs, 0.0)) for count, logs in slopes]
@@ -245,12 +295,15 @@ def epsilon(laws: Sequence[tuple[Law, int]], interval: float, delta: float, *, s
     if not budget > 0.0:
         return math.inf if sign > 0.0 else 0.0
     thin = [_thinned(part) for part in _parts(laws, interval)]
-    tilt = _tilt(thin, math.log(budget), interval)
+    tilt = _tilt(thin, math.log(budget), interval, excess=True)
+    top_mass = budget * (_TOP_SHARE if sign > 0.0 else _TOP_SHARE_LOWER)
     for _ in range(_RETRIES):
-        window = _window(laws, interval, tilt, budget * _TOP_SHARE)
+        window = _fitting(laws, interval, tilt, top_mass)
         if sign < 0.0 or window.losses[0] <= 0.0 or window.delta(float(window.losses[0]), sign)[0] > budget:
             break
-        tilt /= 4.0  # the largest losses alone are more than the budget: the answer lies below the window
+        tilt = (
+            window.tilt / 4.0
+        )  # the largest losses alone are more than the budget: the answer lies below the window
     return _root(window, interval, budget, sign)
 
 
@@ -283,7 +336,7 @@ def delta(laws: Sequence[tuple[Law, int]], interval: float, epsilon_at: float) -
     tilt = _tilt_at(thin, epsilon_at, interval)
     log_tail = min(-1e-9, _total(thin, tilt)[0] - tilt * epsilon_at)
     window = _window(laws, interval, tilt, math.exp(max(log_tail, -690.0)) * _TOP_SHARE)
-    return min(1.0, infinite + window.delta(max(epsilon_at, float(window.losses[0])))[0])
+    return min(1.0, infinite + window.delta(epsilon_at)[0])
 
 
 __all__ = ["Law", "delta", "epsilon"]

@@ -15,6 +15,11 @@ from fedlora.accounting import pld
 from fedlora.accounting.events import Event, NoisyProjectionEvent, ProjectionGroup
 from fedlora.accounting.reports import Adjacency
 
+SAMPLING_ALONE = (
+    "warning: delta is at least the chance that a record is used at all, so that sampling alone meets it at any noise; "
+    "the guarantee lets a record that is used be revealed in full; choose a delta well below sample_rate times steps"
+)
+
 
 def _mean(group: ProjectionGroup) -> float:
     """Mean squared distance of one group, kappa^2 r / d; kappa^2 without projection."""
@@ -49,4 +54,15 @@ def total_variation(parts: pld.Parts, adjacency: Adjacency) -> float:
     return min(1.0, total * (1.0 + 1e-12))
 
 
-__all__ = ["total_variation"]
+def chance_of_use(parts: pld.Parts) -> float:
+    """Return a lower bound on the probability that a record takes part in any step; 1 where nothing is sampled."""
+    log_never = 0.0
+    for event, count in parts:
+        shape = pld.envelope(event)
+        if shape is None or shape[1] >= 1.0:
+            return 1.0
+        log_never += count * math.log1p(-shape[1])
+    return -math.expm1(log_never)
+
+
+__all__ = ["SAMPLING_ALONE", "chance_of_use", "total_variation"]

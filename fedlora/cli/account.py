@@ -22,6 +22,7 @@ from fedlora.accounting import (
     vector,
 )
 from fedlora.accounting.reports import Adjacency
+from fedlora.cli import account_options as opt
 from fedlora.cli.account_calibrate import app as calibrate_app
 from fedlora.cli.account_common import (
     described,
@@ -31,35 +32,6 @@ from fedlora.cli.account_common import (
     progress,
     run_plot,
     sampled_event,
-)
-from fedlora.cli.account_options import (
-    CHART,
-    AccountantOption,
-    AdjacencyOption,
-    AlignmentOption,
-    BoundOption,
-    ChangedOption,
-    ClipOption,
-    ColumnOption,
-    DeltaOption,
-    GroupOption,
-    LayerRankOption,
-    LayersOption,
-    LayerWidthOption,
-    NoiseOption,
-    OrderOption,
-    OutWidthOption,
-    PlotOption,
-    RankOption,
-    ResidualOption,
-    SampleRateOption,
-    SpanOption,
-    StepsOption,
-    SweepOption,
-    TauOption,
-    WidthOption,
-    guarded,
-    writable,
 )
 from fedlora.cli.account_projection import kind_of_bound, projection_curves, projection_report
 from fedlora.cli.account_table import table
@@ -81,20 +53,20 @@ app.command("table", epilog="Example: fedlora account table --json")(table)
 @app.command(
     epilog="Example: fedlora account gaussian --sample-rate 0.01 --noise-multiplier 1 --steps 1000 --delta 1e-5"
 )
-@guarded
+@opt.guarded
 def gaussian(
-    noise_multiplier: NoiseOption,
-    delta: DeltaOption,
-    sample_rate: SampleRateOption = 1.0,
-    steps: StepsOption = 1,
-    adjacency: AdjacencyOption = "add-or-remove",
-    accountant: AccountantOption = "best",
-    plot: PlotOption = None,
-    sweep: SweepOption = None,
+    noise_multiplier: opt.NoiseOption,
+    delta: opt.DeltaOption,
+    sample_rate: opt.SampleRateOption = 1.0,
+    steps: opt.StepsOption = 1,
+    adjacency: opt.AdjacencyOption = "add-or-remove",
+    accountant: opt.AccountantOption = "best",
+    plot: opt.PlotOption = None,
+    sweep: opt.SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Account for the (Poisson-sampled) Gaussian mechanism: DP-SGD, lora_fa, factor, prism, client-level noise."""
-    chart = writable(plot, sweep, "steps:1:0:20")
+    chart = opt.writable(plot, sweep, "steps:1:0:20")
     relation = Adjacency.parse(adjacency)
     event = sampled_event(noise_multiplier, sample_rate, steps)
     with progress():
@@ -103,7 +75,7 @@ def gaussian(
 
     def curves(v: dict[str, Any]) -> dict[str, float]:
         one = sampled_event(v["noise_multiplier"], v["sample_rate"], v["steps"])
-        best = epsilon_of(one, delta, adjacency=relation, coarse=CHART)
+        best = epsilon_of(one, delta, adjacency=relation, coarse=opt.CHART)
         renyi = epsilon_of(one, delta, adjacency=relation, accountant="rdp")
         return {"best bound": best.epsilon, "Renyi moments": renyi.epsilon}
 
@@ -115,35 +87,26 @@ def gaussian(
     epilog="Example: fedlora account projection --width 768 --rank 8 --noise-multiplier 0.2 --sample-rate 0.01 "
     "--steps 1000 --delta 1e-5 --json"
 )
-@guarded
+@opt.guarded
+@opt.takes({**opt.LAYER_SHAPE, **opt.GROUP_SHAPE})
 def projection(
-    delta: DeltaOption,
-    width: LayerWidthOption = None,
-    rank: LayerRankOption = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="Noise / clipping norm.")] = None,
-    sample_rate: SampleRateOption = 1.0,
-    steps: StepsOption = 1,
-    out_width: OutWidthOption = None,
-    group: GroupOption = None,
-    clip: ClipOption = None,
-    bound: BoundOption = "moment",
-    adjacency: AdjacencyOption = "add-or-remove",
-    accountant: AccountantOption = "best",
-    plot: PlotOption = None,
-    sweep: SweepOption = None,
+    shape: opt.Shape,
+    delta: opt.DeltaOption,
+    sample_rate: opt.SampleRateOption = 1.0,
+    steps: opt.StepsOption = 1,
+    out_width: opt.OutWidthOption = None,
+    bound: opt.BoundOption = "moment",
+    adjacency: opt.AdjacencyOption = "add-or-remove",
+    accountant: opt.AccountantOption = "best",
+    plot: opt.PlotOption = None,
+    sweep: opt.SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Account for the noisy projection with a fresh projection each step; never above the plain Gaussian's figure."""
-    chart = writable(plot, sweep, "noise_multiplier:0.2:4:12")
+    chart = opt.writable(plot, sweep, "noise_multiplier:0.2:4:12")
     relation = Adjacency.parse(adjacency)
-    values: dict[str, Any] = {
-        "width": width,
-        "rank": rank,
-        "noise_multiplier": noise_multiplier,
-        "sample_rate": sample_rate,
-        "steps": steps,
-        "out_width": out_width,
-    }
+    group, clip = shape.pop("group"), shape.pop("clip")
+    values = {**shape, "sample_rate": sample_rate, "steps": steps, "out_width": out_width}
     event = event_of_groups(values, group, clip)
     with progress():
         report = projection_report(event, steps, delta, relation, bound, accountant)
@@ -160,39 +123,39 @@ def projection(
     "vector",
     epilog="Example: fedlora account vector --width 400 --rank 32 --alignment 0.999 --delta 0.01 --json",
 )
-@guarded
+@opt.guarded
+@opt.takes(opt.VECTOR_SHAPE)
 def vector_command(
-    width: WidthOption,
-    rank: RankOption,
+    shape: opt.Shape,
     alignment: Annotated[float, typer.Option(help="Smallest inner product of neighbouring unit queries.")],
-    delta: DeltaOption,
+    delta: opt.DeltaOption,
     preprocess_radius: Annotated[
         float | None,
         typer.Option(help="Add a random vector of this norm first and normalise again (Lemma 10)."),
     ] = None,
     preprocess_delta: Annotated[float | None, typer.Option(help="Share of delta for that step.")] = None,
-    plot: PlotOption = None,
-    sweep: SweepOption = None,
+    plot: opt.PlotOption = None,
+    sweep: opt.SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse the noise-free projection of one vector (conditional: never a guarantee in training)."""
-    chart = writable(plot, sweep, "rank:1:0:20")
+    chart = opt.writable(plot, sweep, "rank:1:0:20")
     rho, left, extra = alignment, delta, {}
     if preprocess_radius is not None:
         share = vector_share(delta, preprocess_delta)
-        rho = vector.aligned_by_noise(width, alignment, preprocess_radius, share)
+        rho = vector.aligned_by_noise(shape["width"], alignment, preprocess_radius, share)
         left = delta - share
         extra = {"alignment_after_noise": rho}
     elif preprocess_delta is not None:
         raise PrivacyParameterError(
             "--preprocess-delta: has no effect without --preprocess-radius; add it or leave the share out"
         )
-    report = epsilon_of(VectorProjectionEvent(width, rank, rho), left)
-    values = {"width": width, "rank": rank, "alignment": rho}
+    values = {**shape, "alignment": rho}
+    report = epsilon_of(VectorProjectionEvent(**values), left)
 
     def curves(v: dict[str, Any]) -> dict[str, float]:
-        shape = (v["width"], v["rank"], v["alignment"], left)
-        return {"exact profile": vector.exact_epsilon(*shape), "Theorem 1": vector.theorem1(*shape)}
+        at = (v["width"], v["rank"], v["alignment"], left)
+        return {"exact profile": vector.exact_epsilon(*at), "Theorem 1": vector.theorem1(*at)}
 
     run_plot(plot, chart, values, curves, "Vector projection")
     finish(report, values, as_json=as_json, plot=plot, extra={**extra, "delta": delta})
@@ -216,35 +179,21 @@ def vector_share(delta: float, share: float | None) -> float:
     epilog="Example: fedlora account m1 --width 400 --rank 200 --span 50 --alignment 0.999 --residual 0.3 "
     "--column-distance 0.05 --noise-std 2 --delta 1e-5 --json",
 )
-@guarded
+@opt.guarded
+@opt.takes(opt.M1_SHAPE)
 def m1_command(
-    width: WidthOption,
-    rank: RankOption,
-    span: SpanOption,
-    alignment: AlignmentOption,
-    residual: ResidualOption,
-    column_distance: ColumnOption,
+    shape: opt.Shape,
     noise_std: Annotated[float, typer.Option(help="Standard deviation of the additive noise.")],
-    delta: DeltaOption,
-    changed_columns: ChangedOption = 1,
-    plot: PlotOption = None,
-    sweep: SweepOption = None,
+    delta: opt.DeltaOption,
+    plot: opt.PlotOption = None,
+    sweep: opt.SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse M V + Xi with a secret Wishart M (conditional: its alignment cannot be verified in training)."""
-    chart = writable(plot, sweep, "noise_std:0.5:20:8")
-    values = {
-        "width": width,
-        "rank": rank,
-        "span": span,
-        "alignment": alignment,
-        "residual": residual,
-        "column_distance": column_distance,
-        "noise_std": noise_std,
-        "changed_columns": changed_columns,
-    }
+    chart = opt.writable(plot, sweep, "noise_std:0.5:20:8")
+    values = {**shape, "noise_std": noise_std}
     with progress():
-        report = epsilon_of(M1Event(**values), delta)  # type: ignore[arg-type]
+        report = epsilon_of(M1Event(**values), delta)
 
     def curves(v: dict[str, Any]) -> dict[str, float]:
         event = M1Event(**v)
@@ -260,22 +209,21 @@ def m1_command(
 @app.command(
     "sketch", epilog="Example: fedlora account sketch --rank 16 --tau 64 --gamma 1000 --delta 1e-5 --json"
 )
-@guarded
+@opt.guarded
+@opt.takes(opt.SKETCH_SHAPE)
 def sketch_command(
-    rank: RankOption,
-    tau: TauOption,
+    shape: opt.Shape,
     gamma: Annotated[float, typer.Option(help="The ratio Gamma > 1.")],
-    delta: DeltaOption,
-    layers: LayersOption = 1,
-    order: OrderOption = None,
-    plot: PlotOption = None,
-    sweep: SweepOption = None,
+    delta: opt.DeltaOption,
+    order: opt.OrderOption = None,
+    plot: opt.PlotOption = None,
+    sweep: opt.SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse the secret Gaussian sketch (conditional: the sketching matrix must stay secret)."""
-    chart = writable(plot, sweep, "gamma:0:0:20")
-    event = SketchEvent(rank, tau, gamma, layers)
-    values = {"rank": rank, "tau": tau, "gamma": gamma, "layers": layers}
+    chart = opt.writable(plot, sweep, "gamma:0:0:20")
+    values = {**shape, "gamma": gamma}
+    event = SketchEvent(**values)
     report = epsilon_of(event, delta)
 
     def curves(v: dict[str, Any]) -> dict[str, float]:
@@ -302,22 +250,22 @@ def sketch_command(
 @app.command(
     "pave", epilog="Example: fedlora account pave --rank 8 --dimension 8 --gamma 0.01 --delta 1e-5 --json"
 )
-@guarded
+@opt.guarded
 def pave_command(
-    delta: DeltaOption,
+    delta: opt.DeltaOption,
     rank: Annotated[int | None, typer.Option(help="Rank r of the specification.")] = None,
     dimension: Annotated[int | None, typer.Option(help="Dimension k of the public subspace.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Covariance stability in [0, 1).")] = None,
     layer: Annotated[
         list[str] | None, typer.Option(help="RANK:DIMENSION:GAMMA of one layer; repeat for several.")
     ] = None,
-    order: OrderOption = None,
-    plot: PlotOption = None,
-    sweep: SweepOption = None,
+    order: opt.OrderOption = None,
+    plot: opt.PlotOption = None,
+    sweep: opt.SweepOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Analyse a noise-free PAVE specification (conditional: the projection must stay secret)."""
-    chart = writable(plot, sweep, "gamma:0.001:0.2:20")
+    chart = opt.writable(plot, sweep, "gamma:0.001:0.2:20")
     if plot is not None and layer:
         raise PrivacyParameterError(
             "--plot: sweeps one layer; give --rank, --dimension and --gamma, not --layer"
@@ -366,14 +314,14 @@ def _risks(epsilon: float, delta: float) -> dict[str, Any]:
     epilog="Example: fedlora account pave-noisy --noise-multiplier 4 --layers 24 --sample-rate 0.01 "
     "--steps 1000 --delta 1e-5 --json",
 )
-@guarded
+@opt.guarded
 def pave_noisy(
     noise_multiplier: Annotated[float, typer.Option(help="Noise / per-layer clipping norm.")],
     layers: Annotated[int, typer.Option(help="Layers, each clipped by itself.")],
-    sample_rate: SampleRateOption,
-    steps: StepsOption,
-    delta: DeltaOption,
-    adjacency: AdjacencyOption = "replace-one",
+    sample_rate: opt.SampleRateOption,
+    steps: opt.StepsOption,
+    delta: opt.DeltaOption,
+    adjacency: opt.AdjacencyOption = "replace-one",
     as_json: JsonOption = False,
 ) -> None:
     """Account for DP-S-PAVE: layers share one batch, so they are one Gaussian with noise / sqrt(layers)."""

@@ -23,6 +23,7 @@ from fedlora.accounting import (
 )
 from fedlora.accounting import vector as profile
 from fedlora.accounting.reports import Adjacency
+from fedlora.cli import account_options as opt
 from fedlora.cli.account_common import (
     described,
     event_of_groups,
@@ -30,32 +31,6 @@ from fedlora.cli.account_common import (
     needs_noise,
     progress,
     sampled_event,
-)
-from fedlora.cli.account_options import (
-    AccountantOption,
-    AdjacencyOption,
-    AlignmentOption,
-    ChangedOption,
-    ClipOption,
-    ColumnOption,
-    DeltaOption,
-    DimensionOption,
-    GivenNoiseOption,
-    GivenRateOption,
-    GivenStepsOption,
-    GroupOption,
-    LayerRankOption,
-    LayersOption,
-    LayerWidthOption,
-    RankOption,
-    ResidualOption,
-    SolveOption,
-    SpanOption,
-    TargetOption,
-    TauOption,
-    WidthOption,
-    guarded,
-    unsolved,
 )
 from fedlora.cli.common import JsonOption
 from fedlora.errors import AccountingError, PrivacyParameterError
@@ -106,7 +81,7 @@ def _given(solve_for: str, values: dict[str, Any], needed: bool) -> tuple[str, d
         raise PrivacyParameterError(
             f"--solve-for: got {solve_for!r}, allowed is noise_multiplier | steps | sample_rate"
         )
-    unsolved(what, values)
+    opt.unsolved(what, values)
     if what != "noise_multiplier" and needed and values["noise_multiplier"] is None:
         raise PrivacyParameterError(f"calibrate: --noise-multiplier is needed to solve for {what}")
     if what == "noise_multiplier" and not needed:
@@ -139,16 +114,16 @@ def _report(
 @app.command(
     epilog="Example: fedlora account calibrate gaussian --target-epsilon 3 --delta 1e-5 --sample-rate 0.1 --steps 210"
 )
-@guarded
+@opt.guarded
 def gaussian(
-    target_epsilon: TargetOption,
-    delta: DeltaOption,
-    sample_rate: GivenRateOption = None,
-    steps: GivenStepsOption = None,
-    noise_multiplier: GivenNoiseOption = None,
-    solve_for: SolveOption = "noise_multiplier",
-    adjacency: AdjacencyOption = "add-or-remove",
-    accountant: AccountantOption = "best",
+    target_epsilon: opt.TargetOption,
+    delta: opt.DeltaOption,
+    sample_rate: opt.GivenRateOption = None,
+    steps: opt.GivenStepsOption = None,
+    noise_multiplier: opt.GivenNoiseOption = None,
+    solve_for: opt.SolveOption = "noise_multiplier",
+    adjacency: opt.AdjacencyOption = "add-or-remove",
+    accountant: opt.AccountantOption = "best",
     as_json: JsonOption = False,
 ) -> None:
     """Solve for the sampled Gaussian mechanism."""
@@ -170,31 +145,22 @@ def gaussian(
     epilog="Example: fedlora account calibrate projection --target-epsilon 1 --delta 1e-5 --width 768 --rank 8 "
     "--sample-rate 0.01 --steps 1000 --json"
 )
-@guarded
+@opt.guarded
+@opt.takes({**opt.LAYER_SHAPE, **opt.GROUP_SHAPE})
 def projection(
-    target_epsilon: TargetOption,
-    delta: DeltaOption,
-    width: LayerWidthOption = None,
-    rank: LayerRankOption = None,
-    sample_rate: GivenRateOption = None,
-    steps: GivenStepsOption = None,
-    noise_multiplier: GivenNoiseOption = None,
-    group: GroupOption = None,
-    clip: ClipOption = None,
-    solve_for: SolveOption = "noise_multiplier",
-    adjacency: AdjacencyOption = "add-or-remove",
-    accountant: AccountantOption = "moment",
+    shape: opt.Shape,
+    target_epsilon: opt.TargetOption,
+    delta: opt.DeltaOption,
+    sample_rate: opt.GivenRateOption = None,
+    steps: opt.GivenStepsOption = None,
+    solve_for: opt.SolveOption = "noise_multiplier",
+    adjacency: opt.AdjacencyOption = "add-or-remove",
+    accountant: opt.AccountantOption = "moment",
     as_json: JsonOption = False,
 ) -> None:
     """Solve for the noisy projection; groups with an empty NOISE take the noise that is solved for."""
-    values: dict[str, Any] = {
-        "width": width,
-        "rank": rank,
-        "noise_multiplier": noise_multiplier,
-        "sample_rate": sample_rate,
-        "steps": steps,
-        "out_width": None,
-    }
+    group, clip = shape.pop("group"), shape.pop("clip")
+    values = {**shape, "sample_rate": sample_rate, "steps": steps, "out_width": None}
 
     def make(v: dict[str, Any]) -> Event:
         return event_of_groups(v, group, clip).times(v["steps"])
@@ -232,21 +198,21 @@ def _conditional(
 @app.command(
     epilog="Example: fedlora account calibrate vector --target-epsilon 1 --delta 0.01 --width 400 --rank 32"
 )
-@guarded
+@opt.guarded
+@opt.takes(opt.VECTOR_SHAPE)
 def vector(
-    target_epsilon: TargetOption,
-    delta: DeltaOption,
-    width: WidthOption,
-    rank: RankOption,
+    shape: opt.Shape,
+    target_epsilon: opt.TargetOption,
+    delta: opt.DeltaOption,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest alignment (as 1 - rho) at which the vector projection meets the target."""
-    values: dict[str, Any] = {"width": width, "rank": rank}
+    width, rank = shape["width"], shape["rank"]
     inside = target_epsilon * (1.0 - 1e-7)
     _conditional(
         "misalignment",
         lambda x: VectorProjectionEvent(width, rank, 1.0 - x),
-        values,
+        shape,
         1e-12,
         1.0,
         target_epsilon,
@@ -260,34 +226,19 @@ def vector(
     epilog="Example: fedlora account calibrate m1 --target-epsilon 3 --delta 1e-5 --width 400 --rank 200 --span 50 "
     "--alignment 0.9999 --residual 0.3 --column-distance 0.05"
 )
-@guarded
+@opt.guarded
+@opt.takes(opt.M1_SHAPE)
 def m1(
-    target_epsilon: TargetOption,
-    delta: DeltaOption,
-    width: WidthOption,
-    rank: RankOption,
-    span: SpanOption,
-    alignment: AlignmentOption,
-    residual: ResidualOption,
-    column_distance: ColumnOption,
-    changed_columns: ChangedOption = 1,
+    shape: opt.Shape,
+    target_epsilon: opt.TargetOption,
+    delta: opt.DeltaOption,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest additive noise at which M1 meets the target."""
-    values: dict[str, Any] = {
-        "width": width,
-        "rank": rank,
-        "span": span,
-        "alignment": alignment,
-        "residual": residual,
-        "column_distance": column_distance,
-        "changed_columns": changed_columns,
-    }
-    shape = dict(values)
     _conditional(
         "noise_std",
-        lambda s: M1Event(noise_std=s, **shape),
-        values,
+        lambda s: M1Event(**{**shape, "noise_std": s}),
+        shape,
         1e6,
         1e-6,
         target_epsilon,
@@ -299,21 +250,19 @@ def m1(
 @app.command(
     epilog="Example: fedlora account calibrate sketch --target-epsilon 3 --delta 1e-5 --rank 16 --tau 64"
 )
-@guarded
+@opt.guarded
+@opt.takes(opt.SKETCH_SHAPE)
 def sketch(
-    target_epsilon: TargetOption,
-    delta: DeltaOption,
-    rank: RankOption,
-    tau: TauOption,
-    layers: LayersOption = 1,
+    shape: opt.Shape,
+    target_epsilon: opt.TargetOption,
+    delta: opt.DeltaOption,
     as_json: JsonOption = False,
 ) -> None:
     """Find the smallest ratio Gamma at which the sketch meets the target."""
-    values: dict[str, Any] = {"rank": rank, "tau": tau, "layers": layers}
     _conditional(
         "gamma",
-        lambda g: SketchEvent(rank, tau, g, layers),
-        values,
+        lambda g: SketchEvent(**{**shape, "gamma": g}),
+        shape,
         1e9,
         1.0 + 1e-9,
         target_epsilon,
@@ -325,12 +274,12 @@ def sketch(
 @app.command(
     epilog="Example: fedlora account calibrate pave --target-epsilon 0.5 --delta 1e-5 --rank 8 --dimension 8"
 )
-@guarded
+@opt.guarded
 def pave(
-    target_epsilon: TargetOption,
-    delta: DeltaOption,
-    rank: RankOption,
-    dimension: DimensionOption,
+    target_epsilon: opt.TargetOption,
+    delta: opt.DeltaOption,
+    rank: opt.RankOption,
+    dimension: opt.DimensionOption,
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest covariance change gamma at which the specification meets the target."""

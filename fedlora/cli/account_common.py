@@ -232,7 +232,9 @@ def _text(result: Mapping[str, Any]) -> str:
     ]
     for name, value in result["alternatives"].items():
         lines.append(f"  also:       {name}: {value if isinstance(value, str) else f'{value:.6g}'}")
-    for name in ("renyi", "risk", "not_a_bound", "noise_multiplier", "solved"):
+    if "solved" in result:
+        lines.insert(0, f"{result['solved']} {result[result['solved']]}")
+    for name in ("renyi", "risk", "not_a_bound"):
         if name in result:
             lines.append(f"  {name}: {result[name]}")
     lines.extend(f"  condition:  {text}" for text in result["conditions"])

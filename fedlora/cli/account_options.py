@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import numpy as np
 import typer
@@ -48,7 +49,7 @@ GivenStepsOption = Annotated[
     int | None, typer.Option(help="The most noised steps that will be taken; 1 if left out.")
 ]
 GivenNoiseOption = Annotated[
-    float | None, typer.Option(help="Noise / clipping norm; leave out what is solved for.")
+    float | None, typer.Option(help="Noise / clipping norm; left out where it is solved for.")
 ]
 LayerWidthOption = Annotated[int | None, typer.Option(help="In-width of the projected layer.")]
 LayerRankOption = Annotated[int | None, typer.Option(help="Rank of the fresh projection.")]
@@ -88,6 +89,53 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             ) from error
 
     return run
+
+
+Shape = dict[str, Any]
+"""Values of a family's options by name."""
+_NEEDED = inspect.Parameter.empty
+LAYER_SHAPE = {
+    "width": (LayerWidthOption, None),
+    "rank": (LayerRankOption, None),
+    "noise_multiplier": (GivenNoiseOption, None),
+}
+GROUP_SHAPE = {"group": (GroupOption, None), "clip": (ClipOption, None)}
+VECTOR_SHAPE = {"width": (WidthOption, _NEEDED), "rank": (RankOption, _NEEDED)}
+M1_SHAPE = {
+    **VECTOR_SHAPE,
+    "span": (SpanOption, _NEEDED),
+    "alignment": (AlignmentOption, _NEEDED),
+    "residual": (ResidualOption, _NEEDED),
+    "column_distance": (ColumnOption, _NEEDED),
+    "changed_columns": (ChangedOption, 1),
+}
+SKETCH_SHAPE = {"rank": (RankOption, _NEEDED), "tau": (TauOption, _NEEDED), "layers": (LayersOption, 1)}
+
+
+def takes(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a command the options of a family, so that `account` and `account calibrate` declare them once.
+
+    Args:
+      options: names with (option type, default). The command gets their values as a dict, its first argument.
+    """
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> R:
+            shape = {name: given.pop(name) for name in options}
+            return command(shape, **given)
+
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in options.items()
+        ]
+        named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        run.__signature__ = inspect.Signature([*shared, *named])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def writable(path: Path | None, sweep: str | None, default: str) -> str:

@@ -143,3 +143,21 @@ def test_a_delta_near_the_total_variation_needs_few_evaluations(
     assert acct.epsilon_of(make(sigma), delta).epsilon <= target
     if sigma > 1e-6:
         assert acct.epsilon_of(make(sigma * 0.999), delta).epsilon > target
+
+
+@pytest.mark.parametrize("adjacency", ["add_or_remove", "replace_one"])
+def test_a_guarantee_that_sampling_alone_meets_carries_a_warning(adjacency: str) -> None:
+    """Delta at or above the chance of being used at all: correct with any noise, and worth nothing to who is used."""
+    run = acct.PoissonGaussianEvent(1e-6, 0.01).times(10)
+    chance = 1 - 0.99**10
+    for delta, warned in (
+        (0.1, True),
+        (chance * (1 + 1e-9), True),
+        (chance * (1 - 1e-9), False),
+        (1e-5, False),
+    ):
+        report = acct.epsilon_of(run, delta, adjacency=adjacency, accountant="moment")
+        assert any(text.startswith("warning:") for text in report.conditions) is warned
+        assert (report.epsilon == 0.0) is warned
+    both = [(acct.PoissonGaussianEvent(1.0, 0.01), 1), (acct.GaussianEvent(1e3), 1)]
+    assert not any("warning" in text for text in acct.epsilon_of(both, 0.1, adjacency=adjacency).conditions)

@@ -107,6 +107,30 @@ def test_pave_with_noise_shows_the_printed_claim_as_no_bound() -> None:
     assert "theorem_3_9_as_printed" in data["not_a_bound"]
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("gaussian --target-epsilon 3 --delta 1e-5 --noise-multiplier 10 --solve-for steps", "steps"),
+        ("gaussian --target-epsilon 3 --delta 1e-5 --steps 10", "noise_multiplier"),
+        ("pave --target-epsilon 0.5 --delta 1e-5 --rank 8 --dimension 8", "gamma"),
+        ("sketch --target-epsilon 3 --delta 1e-5 --rank 16 --tau 64", "gamma"),
+    ],
+)
+def test_the_text_of_a_calibration_begins_with_the_value_found(line: str, name: str) -> None:
+    """The text named what was solved for without its value, except for noise."""
+    text = CliRunner().invoke(app, f"calibrate {line}".split()).output
+    assert text.startswith(f"{name} {run(f'calibrate {line}')[name]}\nepsilon ")
+
+
+def test_a_target_that_sampling_alone_meets_is_answered_with_a_warning() -> None:
+    line = "calibrate gaussian --target-epsilon 1000 --delta 0.1 --sample-rate 0.01 --steps 10"
+    data = run(line)
+    assert data["epsilon"] == 0.0
+    assert any(text.startswith("warning: delta is at least the chance") for text in data["conditions"])
+    assert "warning: delta is at least the chance" in CliRunner().invoke(app, line.split()).output
+    assert not any("warning" in text for text in run(line.replace("0.1 ", "0.01 "))["conditions"])
+
+
 def test_calibrate_families() -> None:
     g = run("calibrate gaussian --target-epsilon 3 --delta 1e-5 --steps 10")
     assert g["epsilon"] <= 3.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import fedlora.accounting as acct
-from fedlora.accounting import gaussian, pld, projection_profile, tilted, variation
+from fedlora.accounting import gaussian, pld, projection_profile, sampled, tilted, variation
 
 ADD, REPLACE = acct.Adjacency.ADD_OR_REMOVE, acct.Adjacency.REPLACE_ONE
 
@@ -102,6 +102,80 @@ def _small_law(weights: list[float], places: list[int]) -> tilted.Law:
     masses = np.zeros(index[-1] - index[0] + 1)
     masses[np.array(index) - index[0]] = np.array(weights) / sum(weights)
     return tilted.Law(masses, index[0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tilt", "interval", "size"), [(0.3, 1e-4, 5000), (40.0, 1e-3, 1000), (1e-4, 0.5, 130)]
+)
+def test_sums_over_blocks_equal_sums_over_entries(tilt: float, interval: float, size: int) -> None:
+    """The divergence is read from block sums; at any epsilon, on the grid or off it, they are the plain sum."""
+    rng = np.random.default_rng(size)
+    entries = rng.exponential(size=size) ** 3
+    losses = (np.arange(size) - size // 3) * interval
+    window = tilted._Window(losses, entries, tilt, 0.0, 0.0, 0.0, 0.0, interval, 0.0)
+    for epsilon in (
+        losses[0] - 0.3 * interval,
+        losses[7],
+        losses[127],
+        losses[size // 2] + 0.4 * interval,
+        losses[-2],
+    ):
+        ahead = losses[losses > epsilon] - epsilon
+        weights = entries[losses > epsilon] * np.exp(-tilt * losses[losses > epsilon])
+        value, slope = window.delta(float(epsilon))
+        assert value == pytest.approx(float(weights @ -np.expm1(-ahead)), rel=1e-12)
+        assert slope == pytest.approx(float(weights @ np.exp(-ahead)), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["REMOVE", "ADD", "REPLACE"])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.3, 1e-5), (1.0, 0.01), (4.0, 0.6), (0.7, 1.0), (90.0, 1e-3)])
+def test_vectors_of_cut_offs_give_dp_accountings_own_curve(kind: str, sigma: float, rate: float) -> None:
+    from dp_accounting.pld import privacy_loss_mechanism as mechanism
+
+    terms = {"sampling_prob": rate, "adjacency_type": mechanism.AdjacencyType[kind]}
+    theirs = mechanism.GaussianPrivacyLoss(sigma, 1.0, **terms)
+    ours = pld._loss_class()(sigma, 1.0, **terms)
+    epsilon = np.concatenate([np.arange(-200, 200) * 1e-4 / sigma, np.linspace(-20.0, 40.0, 121)])
+    x = sampled.cutoff(epsilon, sigma, rate, kind)
+    expected, got = theirs.get_delta_for_epsilon(epsilon), ours.get_delta_for_epsilon(epsilon)
+    upper = theirs.mu_upper_cdf(x)
+    allowed = 1e-300 + upper * (4e-14 + 4e-15 * (np.abs(epsilon) - np.log(np.maximum(upper, 1e-300))))
+    assert np.all(np.abs(got - expected) <= allowed)
+    if rate < 1.0 and kind == "REPLACE":  # the twin: a cut-off elsewhere gives another, smaller curve
+        wrong = theirs.mu_upper_cdf(x + 0.1 * sigma) - np.exp(
+            epsilon + theirs.mu_lower_log_cdf(x + 0.1 * sigma)
+        )
+        assert not np.all(np.abs(wrong - expected) <= allowed)
+
+
+@pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.3, 0.5, 7), (0.02, 0.2, 60), (1.0, 3.0, 5)])
+def test_total_variation_of_a_composition_covers_the_exact_one(rate: float, sigma: float, steps: int) -> None:
+    """1 - prod (1 - TV) against the composed law at epsilon 0; for few large shifts it is nearly met."""
+    event = acct.PoissonGaussianEvent(sigma, rate)
+    total = variation.total_variation(((event, steps),), ADD)
+    laws = pld.step(sigma, rate, 1e-3, ADD, False)
+    lower = max(tilted.delta([(law, steps)], 1e-3, 0.0) for law in laws)
+    assert lower * (1 - 1e-6) <= total <= 1 - (1 - rate) ** steps + 1e-12
+    if sigma == 0.2:
+        assert not lower <= 0.9 * total
+
+
+def test_a_heavy_mass_at_the_lowest_loss_is_not_folded_to_the_top() -> None:
+    """Thinned masses put the window's end above the lowest losses, whose mass came back as 64: delta 84 % too large."""
+    for law in pld.step(0.2, 0.02, 1e-3, ADD, True):
+        composed = np.convolve(law.masses, law.masses)
+        losses = (2 * law.first + np.arange(composed.size)) * 1e-3
+
+        def exact(at: float, m: np.ndarray = composed, x: np.ndarray = losses) -> float:
+            return float(m @ np.maximum(0.0, -np.expm1(np.minimum(at - x, 0.0))))
+
+        for epsilon in (0.0, 0.01, 1.0):
+            delta = exact(epsilon)
+            ours = tilted.delta([(law, 2)], 1e-3, epsilon)
+            assert delta * (1 - 1e-9) <= ours <= delta * (1 + 1e-6) + 1e-12
+            if delta > 1e-9:
+                back = exact(tilted.epsilon([(law, 2)], 1e-3, delta))
+                assert delta * (1 - 1e-5) <= back <= delta * (1 + 1e-9)
 
 
 def test_infinite_mass_and_unreachable_deltas_fail_closed() -> None:

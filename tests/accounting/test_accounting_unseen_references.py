@@ -268,3 +268,16 @@ def test_the_lower_bound_without_projection_is_the_gaussians(sigma: float, rate:
     truth = acct.epsilon_of(plain.times(steps), 1e-5).epsilon
     low = measured.epsilon_lower(event, steps, 1e-5)
     assert 0.95 * truth <= low <= truth * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("delta", [1e-8, 1e-12])
+def test_the_lower_bound_holds_at_small_deltas(delta: float) -> None:
+    """A plain FFT's rounding is larger than such a delta: added up over steps it could lift a lower bound."""
+    event = acct.NoisyProjectionEvent.single(64, 4, 0.5, 0.02)
+    low = measured.epsilon_lower(event, 200, delta, interval=2e-4)
+    ours = acct.epsilon_of(event.times(200), delta).epsilon
+    assert 0.8 * ours <= low <= ours
+    plain = acct.PoissonGaussianEvent(1.5, 0.02)
+    near = acct.NoisyProjectionEvent.single(4000, 3999, 1.5, 0.02)
+    low, truth = measured.epsilon_lower(near, 100, delta), acct.epsilon_of(plain.times(100), delta).epsilon
+    assert 0.95 * truth <= low <= truth
