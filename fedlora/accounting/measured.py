@@ -93,7 +93,8 @@ def epsilon_lower(
 def _coarser(law: Law, factor: int) -> Law:
     """The law with losses rounded down to a grid `factor` times coarser."""
     index = (law.first + np.arange(law.masses.size)) // factor
-    return Law(np.bincount(index - index[0], law.masses), int(index[0]), 0.0)
+    masses = np.bincount(index - index[0], law.masses).astype(np.float64)
+    return Law(masses, int(index[0]), 0.0)
 
 
 def row(
