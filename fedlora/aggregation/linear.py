@@ -150,7 +150,6 @@ class TangentMean(LinearMode):
             else:
                 step = self._optimizer.step_tangent(module, frames, update)
                 new = _truncate(*expand(frames, step), frames.rank)
-            self._optimizer.move(module, frames, new)
             for block, value in ((FRAME_OUT, new.q_out), (CORE, new.core), (FRAME_IN, new.q_in)):
                 blocks[block_name(module, block)] = np.ascontiguousarray(value.numpy(), dtype=np.float32)
         for name in _extras(current):

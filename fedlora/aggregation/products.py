@@ -36,6 +36,22 @@ from fedlora.wire.payload import AdapterPayload, ModuleSpec, PayloadKind
 
 STACK_RANK: Final = 512
 """Largest rank of `stack`'s untruncated mean per module, where `max_rank` is not set."""
+SKETCH_BYTES: Final = 2**20
+"""What a module's running mean may take in any case, where `max_rank` is not set."""
+
+
+def running_rank(spec: ModuleSpec) -> int:
+    """Return the default rank of a running mean: what fits into `SKETCH_BYTES`, between 2 and 8 times the adapter's.
+
+    A large module then costs the memory of a few clients' factors (the error is in the residual), and a small one (up
+    to 1024 x 1024 at rank 8) holds the mean of eight clients exactly. Up to 64 also beyond 8 times the adapter's.
+
+    Example:
+        >>> running_rank(ModuleSpec(4096, 4096, 16, 1.0)), running_rank(ModuleSpec(768, 768, 8, 1.0))
+        (32, 64)
+    """
+    fits = SKETCH_BYTES // (8 * (spec.out_features + spec.in_features))
+    return max(2 * spec.rank, min(fits, max(8 * spec.rank, 64)))
 
 
 @dataclass
@@ -49,10 +65,11 @@ class _Merged:
 
     def add(self, payload: AdapterPayload, weight: float) -> None:
         module = self.module
+        spec = payload.modules[module]
         blocks = {
             name: payload.blocks[name] for name in (block_name(module, LORA_A), block_name(module, LORA_B))
         }
-        one = replace(payload, blocks=blocks, modules={module: payload.modules[module]}, notes={})
+        one = replace(payload, blocks=blocks, modules={module: spec}, notes={})
         self.waiting.append((one, weight))
         self.weight += weight
         if sum(one.modules[module].rank for one, _ in self.waiting) >= max(self.sketch.max_rank, 32):
@@ -76,7 +93,7 @@ class ProductMode:
     Args:
         optimizer: server optimiser; anything but the plain mean steps in the tangent space at the
             current adapter.
-        max_rank: rank of the running sum per module; None takes 8 times the module's rank, at least 64.
+        max_rank: rank of the running sum per module; None takes `running_rank`.
     """
 
     kind: str = "product"
@@ -112,11 +129,16 @@ class ProductMode:
         """Merge one client's products; a module that it does not adapt is left out of that module's mean."""
         for module, spec in payload.modules.items():
             if module not in self._merged:
-                cap = max(64, 8 * spec.rank) if self._max_rank is None else self._max_rank
-                cap = max(cap, self.current.modules[module].rank)
+                own = self.current.modules[module]
+                cap = max(own.rank, running_rank(own) if self._max_rank is None else self._max_rank)
                 empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
                 self._merged[module] = _Merged(module, empty)
-            self._merged[module].add(payload, weight)
+            merged = self._merged[module]
+            if (
+                self._max_rank is None and spec.rank > merged.sketch.max_rank
+            ):  # what comes back to it has its rank
+                merged.sketch = replace(merged.sketch, max_rank=spec.rank)
+            merged.add(payload, weight)
         self._extra_sum.add(extras_of(payload), weight)
 
     def finish(self) -> Outcome:
@@ -124,24 +146,25 @@ class ProductMode:
         current = self.current
         frames: dict[str, Frames] = {}
         whole: dict[str, Frames] = {}
-        lost = total = bound = 0.0
+        lost = total = 0.0
+        bounded = False
         for module, spec in current.modules.items():
             if module not in self._merged:
                 frames[module] = whole[module] = rank_frames(pair_of(current, module), spec.rank)[0]
                 continue
             mean = self._merged[module].mean()
             best, dropped = rank_frames(Pair(mean.u * mean.s, mean.v.mT), spec.rank)
-            lost += dropped**2
-            bound += mean.error_bound
-            total += mean.norm**2
+            lost += (dropped + mean.error_limit) ** 2
+            total += mean.norm_floor**2
+            bounded = bounded or mean.error_bound > 0
             frames[module], whole[module] = self._step(module, best, mean)
         blocks = step_extras(current, self._extra_sum, self._optimizer)
         self._merged = {}
-        residual = (math.sqrt(lost) + bound) / math.sqrt(total) if total > 0 else 0.0
+        residual = math.sqrt(lost / total) if total > 0 else 0.0
         return Outcome(
             payload=payload_from_frames(current, current.modules, frames, blocks),
             residual=residual,
-            bounded=bound > 0,
+            bounded=bounded,
             full=payload_from_frames(current, whole_specs(current.modules, whole), whole, blocks),
         )
 
@@ -159,7 +182,6 @@ class ProductMode:
         step = self._optimizer.step_tangent(module, old, project_product(old, left, right))
         q_out, q_in, core = expand(old, step)
         new, _ = rank_frames(Pair(q_out @ core, q_in.mT), spec.rank)
-        self._optimizer.move(module, old, new)
         return new, new
 
     def downlink_for(self, current: AdapterPayload, modules: Mapping[str, ModuleSpec]) -> AdapterPayload:
@@ -243,8 +265,8 @@ class FactorMean(ProductMode):
             left, right = (block / weight for block in self._pairs[module])
             pairs[module] = Pair(left, right)
             away = float(product_distance(mean.u * mean.s, mean.v.mT, left, right))
-            lost += (away + mean.error_bound) ** 2
-            total += mean.norm**2
+            lost += (away + mean.error_limit) ** 2
+            total += mean.norm_floor**2
             bounded = bounded or mean.error_bound > 0
         blocks = step_extras(current, self._extra_sum, self._optimizer)
         self._merged = {}

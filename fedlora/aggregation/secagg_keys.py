@@ -51,6 +51,15 @@ def agree(private: bytes, public: bytes, context: bytes) -> bytes:
     return derive(secret, context)
 
 
+def usable(private: bytes, public: bytes) -> bool:
+    """Whether a raw public key gives a secret at all (points of low order give none, whatever the private key)."""
+    try:
+        agree(private, public, b"usable")
+    except AuthenticationError:
+        return False
+    return True
+
+
 def derive(secret: bytes, context: bytes) -> bytes:
     """Return a 32-byte key from a secret, bound to `context` (HKDF-SHA256)."""
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=context).derive(secret)

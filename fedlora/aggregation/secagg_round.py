@@ -46,14 +46,15 @@ def secure_sum(
         before_open: called with the answering clients before anything is unmasked; raising keeps the
             sum hidden (ledger charge, honest-count check).
         on_refused: called with a client and its reason where it refuses a step (keys without its peers'
-            signatures, contradicting lists).
+            signatures, contradicting lists) or its answer is not used (unusable keys, missing or wrong shares).
 
     Returns: (sum, clients in it).
 
     Raises:
         TooFewRepliesError: too many dropouts; nothing was opened.
+        InconsistentRepliesError: a client lied about its secrets, so that the masks cannot be taken off.
     """
-    server = SecAggServer(plan, count, degree)
+    server = SecAggServer(plan, count, degree, on_refused)
 
     def ask(step: str, questions: Mapping[str, Body]) -> dict[str, Body]:
         return _without_refusals(exchange(step, questions), on_refused)
@@ -71,8 +72,9 @@ def secure_sum(
     for client in sorted(masked):
         try:
             server.take_masked(client, np.asarray(masked[client].get("vector")))
-        except WireError:
-            continue
+        except WireError as error:
+            if on_refused is not None:
+                on_refused(client, str(error))
     if before_open is not None:
         before_open(server.answered)
     lists: dict[str, Any] = {"answered": list(server.answered), "dropped": list(server.dropped)}

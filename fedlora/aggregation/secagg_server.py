@@ -1,9 +1,14 @@
-"""The server's side of secure aggregation: routes sealed shares, adds masked vectors, opens only their sum."""
+"""The server's side of secure aggregation: routes sealed shares, adds masked vectors, opens only their sum.
+
+A client that announces unusable keys or does not seal a share for each neighbour is left out before anybody masks with
+it; one wrong share of another's secret is found and left out. What cannot be mended fails the round
+(`AggregationError`), never the run.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +16,11 @@ import numpy.typing as npt
 
 from fedlora.aggregation.secagg_client import ClientKeys, SecAggPlan, pair_mask_key, self_mask_key
 from fedlora.aggregation.secagg_field import combine_shares
-from fedlora.aggregation.secagg_keys import KEY_BYTES, mask_of, public_of
+from fedlora.aggregation.secagg_keys import KEY_BYTES, mask_of, new_private, public_of, usable
 from fedlora.errors import (
-    AuthenticationError,
     InconsistentRepliesError,
     LayoutMismatchError,
+    PrivacyParameterError,
     TooFewRepliesError,
 )
 
@@ -44,11 +49,20 @@ class SecAggServer:
         plan: PUBLIC constants.
         count: numbers per client.
         degree: neighbours per client; None takes everybody (up to about 100 clients).
+        on_refused: called with a client and its reason where its answer is not used.
     """
 
-    def __init__(self, plan: SecAggPlan, count: int, degree: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: SecAggPlan,
+        count: int,
+        degree: int | None = None,
+        on_refused: Callable[[str, str], None] | None = None,
+    ) -> None:
         """Start with nobody."""
         self._plan, self._count, self._degree = plan, count, degree
+        self._on_refused = on_refused
+        self._liars: set[str] = set()
         self._keys: dict[str, ClientKeys] = {}
         self._graph: dict[str, tuple[str, ...]] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
@@ -56,6 +70,10 @@ class SecAggServer:
         self._answered: list[str] = []
         self._seeds: dict[str, dict[str, int]] = {}
         self._privates: dict[str, dict[str, int]] = {}
+
+    def _refuse(self, client: str, reason: str) -> None:
+        if self._on_refused is not None:
+            self._on_refused(client, f"secure aggregation: {reason}")
 
     def _enough(self, names: Sequence[str] | Mapping[str, Any], what: str) -> None:
         if len(names) < self._plan.least_clients:
@@ -69,7 +87,13 @@ class SecAggServer:
         Raises:
             TooFewRepliesError: too few answers.
         """
-        self._keys = {keys.client: keys for keys in announced}
+        probe = new_private()
+        self._keys = {}
+        for keys in announced:
+            if usable(probe, keys.mask_key) and usable(probe, keys.seal_key):
+                self._keys[keys.client] = keys
+            else:
+                self._refuse(keys.client, "step keys: a public key that nobody can agree with")
         self._enough(self._keys, "announced keys")
         if len(self._keys) > self._plan.encoding.clients:
             raise InconsistentRepliesError(
@@ -85,7 +109,14 @@ class SecAggServer:
         Raises:
             TooFewRepliesError: too few answers.
         """
-        self._sealed = {name: blobs for name, blobs in sealed.items() if name in self._keys}
+        self._sealed = {}
+        for name, blobs in sealed.items():
+            missing = sorted(set(self._graph.get(name, ())) - set(blobs))
+            if name in self._keys and not missing:
+                self._sealed[name] = blobs
+            elif name in self._keys:
+                reason = f"step shares: no sealed share for {len(missing)} of its neighbours {missing[:3]}"
+                self._refuse(name, reason)
         self._enough(self._sealed, "shared their secrets")
         return {
             name: {
@@ -144,7 +175,7 @@ class SecAggServer:
 
         Raises:
             TooFewRepliesError: too few answers or shares; the sum stays hidden.
-            AuthenticationError: a restored key is not the announced one.
+            InconsistentRepliesError: a secret cannot be restored from its shares, or is not what was announced.
         """
         self._enough(self._answered, "answered")
         total = self._total.copy()
@@ -156,10 +187,29 @@ class SecAggServer:
         return self._plan.encoding.decode(total), self.answered
 
     def _restore(self, client: str, store: Mapping[str, Mapping[str, int]]) -> bytes:
+        """Restore a secret of `client`; a holder whose share does not belong to it is named and not asked again."""
         holders = sorted(self._graph[client])
+        threshold = self._plan.threshold(len(holders))
         points = {name: index + 1 for index, name in enumerate(holders)}
-        shares = {points[name]: share for name, share in store.get(client, {}).items()}
-        return combine_shares(shares, self._plan.threshold(len(holders)), KEY_BYTES)
+        given = {name: share for name, share in store.get(client, {}).items() if name not in self._liars}
+        for left_out in (None, *sorted(given)):
+            rest = {points[name]: share for name, share in given.items() if name != left_out}
+            if left_out is not None and len(rest) < threshold:
+                break
+            try:
+                secret = combine_shares(rest, threshold, KEY_BYTES)
+            except PrivacyParameterError:
+                continue
+            if left_out is not None:
+                self._liars.add(left_out)
+                self._refuse(
+                    left_out, f"step unmask: a wrong share of a secret of {client!r}; it is not used"
+                )
+            return secret
+        raise InconsistentRepliesError(
+            f"secure aggregation: the shares of a secret of client {client!r} do not belong together; either it or "
+            "several of its neighbours lied, and the sum stays hidden"
+        )
 
     def _take_off(self, client: str, total: npt.NDArray[Any]) -> None:
         near = [peer for peer in self._graph[client] if peer in self._answered]
@@ -168,8 +218,9 @@ class SecAggServer:
             return
         private = self._restore(client, self._privates)
         if public_of(private) != self._keys[client].mask_key:
-            raise AuthenticationError(
-                f"secure aggregation: restored key of {client!r} is not the announced one"
+            raise InconsistentRepliesError(
+                f"secure aggregation: the restored key of client {client!r} is not the announced one; the sum stays "
+                "hidden"
             )
         for peer in near:
             key = pair_mask_key(self._plan, client, private, peer, self._keys[peer].mask_key)

@@ -2,7 +2,7 @@
 
 Plain blocks (lora_B at a common lora_A, heads) have fixed coordinates and use the elementwise rules of
 "Adaptive Federated Optimization" (Reddi et al., Algorithm 2: no bias correction, v starts at eps^2).
-Tangent updates use rank-space moments in the frames and move them to the new frames, so that the step
+Tangent updates use rank-space moments in the frames; the next round moves them to its own frames, so that the step
 does not depend on how a point is written as factors. Everything here is post-processing of the mean.
 """
 
@@ -18,12 +18,12 @@ from fedlora.config.schema import ServerOptimizerConfig
 from fedlora.geometry import (
     Frames,
     Tangent,
-    frame_overlap,
     inverse_sqrt,
     split_core,
     tangent_from_lift,
     transport_first_moment,
 )
+from fedlora.wire.payload import Array
 
 
 class ServerOptimizer:
@@ -32,6 +32,7 @@ class ServerOptimizer:
     def __init__(self, config: ServerOptimizerConfig) -> None:
         """Start with zero moments."""
         self._config = config
+        self._frames: dict[str, Array] = {}
         self._first: dict[str, Float64] = {}
         self._second: dict[str, Float64] = {}
 
@@ -71,6 +72,7 @@ class ServerOptimizer:
         cfg = self._config
         if cfg.kind == "mean":
             return update.scaled(cfg.lr)
+        self._move(module, frames)
         lifts = dict(zip(("out", "in"), split_core(frames, update), strict=True))
         gain = 1.0 if cfg.kind == "momentum" else 1 - cfg.beta1
         for side, lift in lifts.items():
@@ -95,32 +97,39 @@ class ServerOptimizer:
             return first
         return first @ inverse_sqrt(torch.from_numpy(self._second[key]), self._config.eps**2)
 
-    def move(self, module: str, old: Frames, new: Frames) -> None:
-        """Carry one module's moments from the old frames to the new ones.
+    def _move(self, module: str, new: Frames) -> None:
+        """Carry one module's moments from the frames they are written in to `new`, and note these.
 
-        M_out and V_out live in the columns of q_in and move with Q_in,old^T Q_in,new; the others likewise.
+        M_out and V_out live in the columns of q_in and move with Q_in,old^T Q_in,new; the others likewise. The old
+        frames are kept, never found again from factors: an SVD gives them back up to signs and rotations only.
         """
-        over_out, over_in = frame_overlap(old, new)
-        for side, overlap in (("out", over_in), ("in", over_out)):
-            key = f"{module}|{side}"
-            if key in self._first:
-                moved = transport_first_moment(torch.from_numpy(self._first[key]), overlap)
-                self._first[key] = moved.numpy()
-            if key in self._second:
-                floor = self._config.eps**2
-                eye = np.eye(overlap.shape[-1])
-                turn = overlap.numpy()
-                self._second[key] = turn.T @ (self._second[key] - floor * eye) @ turn + floor * eye
+        for side, q, columns in (("out", new.q_in, "in"), ("in", new.q_out, "out")):
+            key, place = f"{module}|{side}", f"{module}|{columns}"
+            if place in self._frames:
+                overlap = torch.from_numpy(self._frames[place].astype(np.float64)).mT @ q
+                self._carry(key, overlap)
+            self._frames[place] = q.numpy().astype(np.float32)
+
+    def _carry(self, key: str, overlap: torch.Tensor) -> None:
+        if key in self._first:
+            self._first[key] = transport_first_moment(torch.from_numpy(self._first[key]), overlap).numpy()
+        if key in self._second:
+            floor = self._config.eps**2
+            eye = np.eye(overlap.shape[-1])
+            turn = overlap.numpy()
+            self._second[key] = turn.T @ (self._second[key] - floor * eye) @ turn + floor * eye
 
     def state(self) -> State:
-        """Return the moments, name to array."""
+        """Return the moments and the frames they are written in, name to array."""
         first = {f"first/{key}": value.copy() for key, value in self._first.items()}
-        return {**first, **{f"second/{key}": value.copy() for key, value in self._second.items()}}
+        second = {f"second/{key}": value.copy() for key, value in self._second.items()}
+        return {**first, **second, **{f"frames/{key}": value.copy() for key, value in self._frames.items()}}
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Take back what `state` returned."""
         self._first = _take(state, "first/")
         self._second = _take(state, "second/")
+        self._frames = {key: value.astype(np.float32) for key, value in _take(state, "frames/").items()}
 
 
 def _take(state: Mapping[str, object], prefix: str) -> dict[str, Float64]:
