@@ -42,7 +42,7 @@ DEFAULT_MAX_HELD = 512 * 1024 * 1024
 BODY_SECONDS = 600.0
 """Bound of one body's arrival."""
 _FLEET_NAME = re.compile(r"/v1/fleet/[a-z-]+")
-_HOST = re.compile(rb"[A-Za-z0-9.:_\[\]-]*")
+_HOST = re.compile(rb"[A-Za-z0-9.:_%\[\]-]*")
 """Web frameworks build URLs from this header; what is more than a name could show them another path."""
 
 
