@@ -118,8 +118,18 @@ class Rows(Sequence[Row]):
         return tuple(dict.fromkeys([*self._store.columns, *self._roles]))
 
     def subset(self, chosen: npt.ArrayLike) -> Rows:
-        """Return a view of the chosen records, by position in this view."""
-        return Rows(self._store, self._roles, self._index[np.asarray(chosen, dtype=np.int64)])
+        """Return a view of the chosen records, by position in this view.
+
+        Raises:
+            DataError: if a position is beyond the records: whoever chose it saw another source.
+        """
+        places = np.asarray(chosen, dtype=np.int64)
+        if places.size > 0 and (int(places.max()) >= len(self) or int(places.min()) < 0):
+            raise DataError(
+                f"data.source: it has {len(self)} records here, fewer than where they were shared out; the source "
+                "changed, or is another one on this machine"
+            )
+        return Rows(self._store, self._roles, self._index[places])
 
     def column(self, name: str) -> list[Any]:
         """Return one column or role of all records.

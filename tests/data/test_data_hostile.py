@@ -270,3 +270,14 @@ def test_a_query_gives_every_process_its_records_in_one_order(
         source = {"kind": "sql", "url": f"sqlite:///{tmp_path}/{name}", "query": f"select * from t{order}"}
         found.append(load_rows(data_config(source=source)).column("number"))
     assert found[0] == found[1] == ([3, 2, 1] if order else [1, 2, 3])
+
+
+def test_a_source_that_shrank_between_driver_and_worker_is_named(tmp_path: Path) -> None:
+    source = file(tmp_path / "a.csv", "text,label\nx,a\ny,b\nz,a\n")
+    shared_out = np.arange(len(load_rows(data_config(source=source))))
+    file(tmp_path / "a.csv", "text,label\nx,a\n")
+    here = load_rows(data_config(source=source))
+    for chosen in (shared_out, np.array([-1])):
+        with pytest.raises(DataError, match="it has 1 records here, fewer than where they were shared out"):
+            here.subset(chosen)
+    assert len(here[-1:]) == len(here.subset([])) + 1 == 1
