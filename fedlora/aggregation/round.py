@@ -225,8 +225,8 @@ class Aggregator:
                     "needs a positive whole number"
                 )
             return float(examples)
-        if not (weight > 0 and weight < 2.0**40):
-            raise InconsistentRepliesError(f"client {client!r} has weight {weight}; allowed: finite, above 0")
+        if not 2.0**-40 <= weight <= 2.0**40:  # groups are weighted in float32, where smaller ones vanish
+            raise InconsistentRepliesError(f"client {client!r} has weight {weight}; allowed: 2^-40 to 2^40")
         return weight
 
     def add_reduced(self, clients: Iterable[str], payload: AdapterPayload) -> bool:

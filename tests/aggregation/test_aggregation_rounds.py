@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from aggregation_cases import LAYOUT, aggregator, dense, federation, random_payload, relative, run
+from aggregation_cases import KINDS, LAYOUT, aggregator, dense, federation, random_payload, relative, run
 
 from fedlora.aggregation import RoundRules, aggregation_problems
 from fedlora.aggregation.running_sum import RunningSum
@@ -344,3 +344,22 @@ def test_sums_are_accurate_for_many_clients():
     exact = sum(p.astype(np.float64) * (1.0 if i % 2 else 0.25) for i, p in enumerate(parts))
     assert relative(total.total()["m|x"], exact) < 3e-7
     assert total.weights["m|x"] == pytest.approx(625.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_any_allowed_size_give_the_same_mean_and_others_are_refused(kind):
+    """Weights below float32's smallest number would vanish from a group's sum and not from the divisor."""
+    down, up = KINDS[kind]
+    current, ends = random_payload(down, 0), []
+    for weight in (1.0, 2.0**-40, 2.0**40):
+        agg = aggregator(kind)
+        agg.begin(current)
+        assert all(agg.add(f"c{i}", random_payload(up, 9 + i, scale=0.1), weight) for i in range(3))
+        ends.append(agg.finish().payload)
+    for end in ends[1:]:
+        np.testing.assert_allclose(end.blocks["score|weight"], ends[0].blocks["score|weight"], atol=1e-6)
+    for weight in (0.0, -1.0, 1e-50, 2.0**41, float("nan"), float("inf")):
+        agg = aggregator(kind)
+        agg.begin(current)
+        assert not agg.add("c", random_payload(up, 9), weight)
+        assert "weight" in agg.rejected["c"]
