@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -21,7 +22,7 @@ from fedlora.cli.keyring import parse_public
 from fedlora.cli.processes import Child, StopSignals, child_environment, free_port, script
 from fedlora.cli.refusals import reason_of
 from fedlora.cli.state import AuditLog, StateFile, note_change
-from fedlora.errors import AuthenticationError, DeploymentError
+from fedlora.errors import AuthenticationError, DeploymentError, FedLoraError
 from fedlora.names import ENV_TRAINER_SOCKET, ENV_TRAINER_TOKEN
 
 _LOG = logging.getLogger("fedlora.client")
@@ -244,6 +245,7 @@ class _Life:
         """Run one SuperNode to its end; return whether that was asked for."""
         settings = self._settings
         self._seen, self._activated, self._told = [], threading.Event(), False
+        self._read_key()
         wedged = threading.Event()
         child = _start_node(settings, self._fingerprint, self._seen, wedged, self._activated)
         facts = {"superlink": settings.superlink, "key": self._fingerprint, "node_pid": child.pid}
@@ -258,6 +260,11 @@ class _Life:
         if asked:
             self.stopped()
         return asked
+
+    def _read_key(self) -> None:
+        """Tell by the key's file which key the next SuperNode will use: it may have been rotated."""
+        with contextlib.suppress(OSError, FedLoraError):
+            self._fingerprint = _fingerprint(self._settings.key)
 
     def stopped(self) -> None:
         """Note a stop that was asked for while no SuperNode ran."""
@@ -311,6 +318,13 @@ class _Life:
         return known and (unknown or self._gave_up()) and now - self._reached < GRACE_SECONDS
 
 
+def note_accepted(state: Path, fingerprint: str) -> None:
+    """Remember which key the server gave work to: its next refusals may only mean that it was there a moment ago."""
+    file = state / ACCEPTED_FILE
+    if not file.exists() or file.read_text() != fingerprint:
+        write_file(file, fingerprint.encode(), mode=PUBLIC, replace=True)
+
+
 def _start_node(
     settings: ClientSettings,
     fingerprint: str,
@@ -318,7 +332,6 @@ def _start_node(
     wedged: threading.Event,
     activated: threading.Event,
 ) -> Child:
-    accepted = settings.state / ACCEPTED_FILE
     home = settings.state.resolve() / "flower"
     places = {
         ENV_TRAINER_SOCKET: str(settings.trainer_socket.resolve()),
@@ -332,8 +345,8 @@ def _start_node(
             wedged.set()
         if ACTIVATED in line:
             activated.set()
-        if ACCEPTED in line and not accepted.exists():
-            write_file(accepted, fingerprint.encode(), mode=PUBLIC, replace=True)
+        if ACCEPTED in line:
+            note_accepted(settings.state, fingerprint)
 
     port = settings.port if settings.port != 0 else free_port(settings.host)
     child = Child(

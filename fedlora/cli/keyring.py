@@ -69,7 +69,7 @@ def new_deployment_key(folder: Path, name: str, *, rotate: bool = False) -> Path
     path = folder / name
     if rotate and path.exists():
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        path.rename(folder / f"{name}.old-{stamp}")
+        write_file(folder / f"{name}.old-{stamp}", path.read_bytes())  # the key's place is never empty
     write_file(path, private, replace=rotate)
     return write_file(
         folder / f"{name}.pub", public + b" " + name.encode() + b"\n", mode=PUBLIC, replace=rotate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedlora.cli import client as relay
+from fedlora.cli import keyring
 from fedlora.errors import AuthenticationError, DeploymentError
 
 
@@ -152,3 +154,38 @@ def test_a_key_that_is_let_in_again_has_its_grace_again(
     with pytest.raises(AuthenticationError):
         relay.run_client(settings(tmp_path, 900.0), "SHA256:x", clock, None)  # type: ignore[arg-type]
     assert len(started) > 3
+
+
+def test_h33_a_key_that_was_rotated_under_a_running_relay_is_told_by_its_own_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    keyring.new_deployment_key(tmp_path / "keys", "a")
+    place = dataclasses.replace(settings(tmp_path, 900.0), key=tmp_path / "keys" / "a")
+    used: list[str] = []
+
+    def start(_: object, fingerprint: str, seen: list[str], wedged: object, activated: object) -> object:
+        del wedged
+        used.append(fingerprint)
+        if len(used) == 1:
+            activated.set()  # type: ignore[attr-defined]
+            seen.append(relay.GAVE_UP)
+            keyring.new_deployment_key(tmp_path / "keys", "a", rotate=True)
+        else:
+            seen.append(relay.NOT_ACTIVATED)
+        return SimpleNamespace(pid=1, stop=lambda: None, poll=lambda: 0)
+
+    monkeypatch.setattr(relay, "_start_node", start)
+    monkeypatch.setattr(relay, "_watch", lambda *_: False)
+    first = relay._fingerprint(place.key)
+    with pytest.raises(AuthenticationError, match="does not know this key") as caught:
+        relay.run_client(place, first, clock, None)  # type: ignore[arg-type]
+    second = relay._fingerprint(place.key)
+    assert used == [first, second]
+    assert second != first
+    assert second in str(caught.value)
+
+
+def test_h33_the_grace_of_a_restart_belongs_to_the_key_that_was_accepted_last(tmp_path: Path) -> None:
+    for fingerprint in ("SHA256:old", "SHA256:old", "SHA256:new"):
+        relay.note_accepted(tmp_path, fingerprint)
+        assert (tmp_path / relay.ACCEPTED_FILE).read_text() == fingerprint
