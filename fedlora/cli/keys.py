@@ -55,7 +55,8 @@ def rotate(folder: Folder, name: SiteName, as_json: JsonOption = False) -> None:
     emit(
         {"public_key": str(public), "fingerprint": fingerprint},
         as_json=as_json,
-        text=f"Made a new key {fingerprint}: send {public} to the server; a running `fedlora client` uses it as soon as the server allows it.",
+        text=f"Made a new key {fingerprint}: send {public} to the server; a running `fedlora client` uses it once the "
+        "server allows it.",
     )
 
 
