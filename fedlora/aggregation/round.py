@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from fedlora.accounting import Event
 from fedlora.aggregation.client_privacy import ClientPlan, ClientRelease
@@ -24,6 +25,9 @@ from fedlora.errors import (
 from fedlora.wire.checks import check_payload
 from fedlora.wire.layout import expected_blocks, payload_bytes
 from fedlora.wire.payload import AdapterLayout, AdapterPayload, ModuleSpec
+
+_MALFORMED: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+"""What the checks meet where a field of an update is of another type altogether."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,8 @@ class Aggregator:
             recipe: this round's shared recipe, where it changes by round; the run's otherwise.
         """
         self._reset()
-        projected = (
-            self.mode.uplink == "projected"
-        )  # its recipe changes by round, its sum travels at its own rank
-        if projected:
+        projected = self.mode.uplink == "projected"
+        if projected:  # its recipe changes by round, its sum travels at its own rank
             recipe = current.recipe
         self._recipe = self._recipe if recipe is None else recipe
         check_payload(
@@ -183,7 +185,7 @@ class Aggregator:
             if not quick:
                 self._check(client, payload)
             used = self._weight(client, payload, weight)
-        except (WireError, AggregationError) as error:
+        except (WireError, AggregationError, *_MALFORMED) as error:
             if client not in self._accepted:
                 self.reject(client, f"{type(error).__name__}: {error}")
             return False
@@ -256,7 +258,7 @@ class Aggregator:
                 client=who,
                 max_bytes=self.rules.max_bytes,
             )
-        except WireError as error:
+        except (WireError, *_MALFORMED) as error:
             for name in names:
                 if name not in self._accepted:
                     self.reject(name, f"{type(error).__name__}: {error}")

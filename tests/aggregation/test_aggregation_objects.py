@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from aggregation_cases import KINDS, aggregator, dense, random_payload, relative, run, truncated
 
-from fedlora.wire import AdapterLayout, ModuleSpec
+from fedlora.wire import AdapterLayout, ModuleSpec, payload_fingerprint
 
 
 def first(payload):
@@ -184,3 +184,25 @@ def test_a_client_that_answers_again_after_a_rejection_is_used_once(kind):
     assert agg.add("a", random_payload(up, 2))
     assert not agg.add("a", random_payload(up, 2))
     assert agg.finish().accepted == ("a",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("field", ["blocks", "modules", "base_fingerprint", "notes", "scaling", None])
+def test_a_field_of_another_type_is_rejected_by_name_and_leaves_no_trace(kind, field):
+    """Nothing like it comes off the wire; a caller of `Aggregator.add` gets its reason all the same."""
+    down, up = KINDS[kind]
+    current, good = random_payload(down, 0), random_payload(up, 5, scale=0.1)
+    bad = None
+    if field == "scaling":
+        path, spec = next(iter(good.modules.items()))
+        bad = replace(good, modules={**good.modules, path: replace(spec, scaling="2")})
+    elif field is not None:
+        bad = replace(good, **{field: None})
+    agg = aggregator(kind)
+    agg.begin(current)
+    assert agg.add("a", good)
+    assert not agg.add("b", bad)
+    result = agg.finish()
+    assert result.accepted == ("a",)
+    assert result.rejected["b"]
+    assert payload_fingerprint(result.payload) == payload_fingerprint(run(kind, current, {"a": good}).payload)
