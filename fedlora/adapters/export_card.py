@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fedlora.adapters.export_facts import BaseFacts, rounded_up, shareable
+from fedlora.adapters.export_facts import BaseFacts, shareable
 from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS
 from fedlora.adapters.offline import PACKAGED_MODELS
 from fedlora.config.client_terms import client_terms
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
+from fedlora.figures import at_least_digits
 
 if TYPE_CHECKING:
     from fedlora.adapters.export import RunFacts
@@ -62,7 +63,8 @@ def privacy_text(config: FedLoraConfig, facts: RunFacts) -> str:
     epsilon = facts.epsilon
     known = epsilon is not None and math.isfinite(epsilon)
     rows: dict[str, Any] = {
-        "epsilon" + (" (largest over clients)" if isinstance(privacy, RecordPrivacy) else ""): rounded_up(
+        "epsilon"
+        + (" (largest over clients)" if isinstance(privacy, RecordPrivacy) else ""): at_least_digits(
             epsilon or 0.0
         )
         if known
@@ -110,7 +112,7 @@ def _said(statement: Mapping[str, Any]) -> dict[str, Any]:
     found = {words: statement[key] for key, words in _SAID.items() if statement.get(key) is not None}
     alone = statement.get("epsilon_from_this_runs_events")
     if isinstance(alone, int | float) and math.isfinite(alone):
-        found["epsilon of this run's events alone"] = rounded_up(float(alone))
+        found["epsilon of this run's events alone"] = at_least_digits(float(alone))
     budget = statement.get("budget")
     if isinstance(budget, Mapping):
         found["budget of a client"] = ", ".join(f"{name} {value}" for name, value in budget.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,16 +54,6 @@ class BaseFacts:
         """Return the facts that an export states."""
         content = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
         return cls(content["base_model"], content["base_fingerprint"], content["base_license"])
-
-
-def rounded_up(value: float) -> str:
-    """Return an epsilon with four digits, never below the value.
-
-    Example:
-        >>> rounded_up(8.00011), rounded_up(0.5)
-        ('8.001', '0.5')
-    """
-    return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(value))):.4g}"
 
 
 def write_facts(folder: Path, config: FedLoraConfig, base: BaseFacts, facts: RunFacts) -> None:

@@ -27,6 +27,7 @@ from fedlora.accounting.reports import Adjacency, EpsilonReport
 from fedlora.cli.account_options import finite_epsilon
 from fedlora.cli.common import emit
 from fedlora.errors import PrivacyParameterError
+from fedlora.figures import at_least_digits
 
 
 def sampled_event(noise_multiplier: float, sample_rate: float, steps: int) -> Event:
@@ -224,7 +225,7 @@ def finish(
 
 def _text(result: Mapping[str, Any]) -> str:
     epsilon = result["epsilon"]
-    shown = epsilon if isinstance(epsilon, str) else f"{epsilon:.6g}"
+    shown = epsilon if isinstance(epsilon, str) else at_least_digits(epsilon, 6)
     lines = [
         f"epsilon {shown} at delta {result['delta']:g}",
         f"  bound:      {result['accountant']}",

@@ -12,6 +12,7 @@ import typer
 from fedlora.cli.budget_restore import accept, restore
 from fedlora.cli.common import JsonOption, emit
 from fedlora.errors import LedgerError
+from fedlora.figures import at_least, at_most
 from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, open_ledger, register_of
 
 app = typer.Typer(
@@ -129,10 +130,10 @@ def report_record(report: LedgerReport) -> dict[str, Any]:
 
 
 def _report_text(report: LedgerReport) -> str:
-    left = "" if report.left is None else f", left {report.left:.4f} of {report.budget.epsilon:g}"
+    left = "" if report.left is None else f", left {at_most(report.left)} of {report.budget.epsilon:g}"
     lines = [
         f"{report.account.client} / {report.account.dataset}",
-        f"  epsilon {report.epsilon:.4f} at delta {report.delta:g}{left} ({report.budget.window})",
+        f"  epsilon {at_least(report.epsilon)} at delta {report.delta:g}{left} ({report.budget.window})",
         f"  unit {report.unit}; relation {report.adjacency}; accountant {report.accountant}; "
         f"{report.num_events} noised steps",
         f"  holds against: {report.adversary}",
@@ -140,7 +141,7 @@ def _report_text(report: LedgerReport) -> str:
         *(f"  note: {text}" for text in report.conditions),
     ]
     if report.budget.window != "lifetime":
-        lines.insert(2, f"  epsilon over its whole life {report.epsilon_lifetime:.4f}")
+        lines.insert(2, f"  epsilon over its whole life {at_least(report.epsilon_lifetime)}")
     for row in report.rounds:
         lines.append(
             f"  run {row.run_id} round {row.server_round}: {row.steps_charged} of {row.steps_reserved} steps, "
@@ -181,7 +182,7 @@ def show(
         largest = max((item.epsilon_lifetime for item in [*reports, *worst]), default=0.0)
         integrity = {"checked": "full" if not reports else reports[0].integrity, "head": opened.head()}
     text = "\n\n".join(_report_text(item) for item in reports) or "the ledger has no accounts"
-    text += f"\n\n{len(reports)} of {len(chosen)} accounts shown; largest epsilon {largest:.4f}"
+    text += f"\n\n{len(reports)} of {len(chosen)} accounts shown; largest epsilon {at_least(largest)}"
     text += f"; head {integrity['head']}"
     if integrity["checked"] != "full":
         text += f"\nchain checked {integrity['checked']}; 'fedlora budget verify' checks all of it"

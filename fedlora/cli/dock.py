@@ -11,6 +11,7 @@ import typer
 
 from fedlora.cli import dock_release
 from fedlora.cli.common import JsonOption, emit
+from fedlora.figures import at_least_digits
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,7 +75,9 @@ def match(
         promise = entry.privacy
         said = "no privacy claimed"
         if promise.epsilon is not None:
-            said = f"epsilon {promise.epsilon:.3g} at delta {promise.delta:g} per {promise.unit}"
+            said = (
+                f"epsilon {at_least_digits(promise.epsilon, 3)} at delta {promise.delta:g} per {promise.unit}"
+            )
         line = f"{entry.cosine:8.4f}  {entry.name}  ({entry.licence}; {said})"
         if other_target(specification.metadata, entry.metadata):
             line += f"  [another target, {entry.metadata['target']}: not comparable]"

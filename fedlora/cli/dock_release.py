@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ import typer
 
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import ConfigError
+from fedlora.figures import at_least
 
 if TYPE_CHECKING:
     from fedlora.specs.release import Label, Release
@@ -137,15 +139,16 @@ def statement_json(statement: PrivacyStatement) -> dict[str, Any]:
 def _release_text(path: Path, said: PrivacyStatement, account: float | None, client: str) -> str:
     if said.guarantee != "dp":
         return f"{path}: written; NO PRIVACY is claimed ({'; '.join(said.conditions)})"
+    epsilon = at_least(math.inf if said.epsilon is None else said.epsilon)
     lines = [
-        f"{path}: written; epsilon {said.epsilon:.4f} at delta {said.delta:g} per {said.unit} ({said.adjacency}), "
+        f"{path}: written; epsilon {epsilon} at delta {said.delta:g} per {said.unit} ({said.adjacency}), "
         f"against {said.adversary}",
         f"accountant: {said.accountant}; sampling: {said.sampling}",
         *(f"condition: {text}" for text in said.conditions),
     ]
     if account is not None:
         lines.append(
-            f"the ledger of {client} now says epsilon {account:.4f} for this data set, all runs together"
+            f"the ledger of {client} now says epsilon {at_least(account)} for this data set, all runs together"
         )
     return "\n".join(lines)
 
@@ -170,7 +173,9 @@ def describe(
     path = output or Path(f"{label.name}.json".replace("/", "_"))
     write_entry(path, specification)
     said = specification.privacy
-    text = "no privacy claimed" if said.epsilon is None else f"epsilon {said.epsilon:.4f} (the run's own)"
+    text = (
+        "no privacy claimed" if said.epsilon is None else f"epsilon {at_least(said.epsilon)} (the run's own)"
+    )
     emit(
         {"file": str(path), "name": label.name, "privacy": statement_json(said)},
         as_json=as_json,

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import BudgetExceededError, ConfigError
+from fedlora.figures import at_least
 from fedlora.simulation.settings import RoundRecord, RunResult
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def headline(record: RoundRecord) -> str:
     if name is not None:
         parts.append(f"{name} {metrics[name]:.3f}")
     if record.epsilon is not None:
-        parts.append(f"epsilon {record.epsilon:.3f}")
+        parts.append(f"epsilon {at_least(record.epsilon, 3)}")
     if record.round > 0:
         parts.append(f"{record.accepted}/{record.asked} clients")
     if record.refused:
@@ -215,7 +216,7 @@ def summary_text(result: RunResult) -> str:
     if result.epsilon is not None:
         from fedlora.report.conditions import conditions_line
 
-        lines.append(f"epsilon {result.epsilon:.4f}: {conditions_line(result.statement)}")
+        lines.append(f"epsilon {at_least(result.epsilon)}: {conditions_line(result.statement)}")
     else:
         lines.append("no privacy")
     lines += [f"warning: {line}" for line in result.warnings]

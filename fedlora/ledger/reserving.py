@@ -16,6 +16,7 @@ from fedlora.errors import (
     LedgerError,
     UnsupportedEventError,
 )
+from fedlora.figures import at_least
 from fedlora.ledger import chain
 from fedlora.ledger.chain import canonical_json
 from fedlora.ledger.draft import Draft
@@ -216,8 +217,9 @@ class Reserver:
             raise RefusedError("unsupported-event", error) from error
         message = (
             f"budget of data set {request.account.dataset!r}: {request.steps} more steps would spend epsilon "
-            f"{projected:.4f} of {terms.epsilon:g} at delta {terms.delta:g} (spent {spent:.4f}, {terms.window}); "
-            "allowed: at most the budget; take fewer steps, more noise, or let the owner raise the budget"
+            f"{at_least(projected)} of {terms.epsilon:g} at delta {terms.delta:g} (spent {at_least(spent)}, "
+            f"{terms.window}); allowed: at most the budget; take fewer steps, more noise, or let the owner raise the "
+            "budget"
         )
         error_out = BudgetExceededError(message, spent=spent, projected=projected, budget=terms.epsilon)
         raise RefusedError("budget-exceeded", error_out)

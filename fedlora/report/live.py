@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedlora.figures import at_least
 from fedlora.report.conditions import conditions_line
 
 RECENT: Final = 8
@@ -71,7 +72,7 @@ class LiveView:
         shown = [f"round {self._round}/{self._total}"]
         shown += [f"{name} {self._metrics[name]:.4f}" for name in _FIRST if name in self._metrics]
         if self._epsilon is not None:
-            shown.append(f"epsilon {self._epsilon:.4f}")
+            shown.append(f"epsilon {at_least(self._epsilon)}")
         if self._refused or self._failed:
             shown.append(f"{self._refused} refusals, {self._failed} failures")
         bar = ProgressBar(total=max(1, self._total), completed=self._round, width=24)

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedlora.figures import at_least
 from fedlora.simulation.sweep import TrialResult
 
 _COLOURS = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#2c3e50")
@@ -64,7 +65,7 @@ def table_text(results: Sequence[TrialResult], metric: str, larger_is_better: bo
     ordered = sorted(points(results, metric), key=lambda one: -one.mean if larger_is_better else one.mean)
     rows = [("mechanism", "changed", "epsilon", metric, "spread", "runs")]
     for one in ordered:
-        epsilon = "-" if one.epsilon is None else f"{one.epsilon:.3f}"
+        epsilon = "-" if one.epsilon is None else at_least(one.epsilon, 3)
         changed = " ".join(one.overrides) or "-"
         rows.append((one.mechanism, changed, epsilon, f"{one.mean:.4f}", f"{one.spread:.4f}", str(one.runs)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

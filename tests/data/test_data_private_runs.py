@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from data_helpers import WORDS, byte_tokenizer, tiny_model
 
-from fedlora.adapters.export_facts import rounded_up
 from fedlora.config.schema import FedLoraConfig
+from fedlora.figures import at_least_digits
 
 TASKS: dict[str, tuple[str, list[str]]] = {
     "sequence-classification": ("bert", ["query", "value"]),
@@ -146,7 +146,7 @@ def test_the_runs_own_card_says_what_the_ledgers_say_at_its_end(tmp_path: Path) 
         assert any("sit at several of 2 clients" in warning for warning in result.warnings)
         assert any(warning.startswith("some records sit at several clients") for warning in facts["warnings"])
         card = (result.adapter / "README.md").read_text()
-        assert f"| {rounded_up(result.epsilon or 0.0)} |" in card
+        assert f"| {at_least_digits(result.epsilon or 0.0)} |" in card
         assert all(f"- {warning}" in card for warning in facts["warnings"])
         assert not [name for name in ("client-0000", "client-0001") if name in card]
 
@@ -164,7 +164,7 @@ def test_export_command_reads_a_finished_run(tmp_path: Path, capsys: pytest.Capt
     assert written["kind"] == "peft"
     assert written["reload"]["max_abs"] <= written["limit"]
     card = (tmp_path / "adapter" / "README.md").read_text()
-    assert f"| {rounded_up(result.epsilon)} |" in card
+    assert f"| {at_least_digits(result.epsilon)} |" in card
     assert "one record (per record, not per person)" in card
     assert main(["export", str(result.folder), "--merged", "--json"]) == 0
     merged = json.loads(capsys.readouterr().out)

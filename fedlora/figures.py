@@ -1,0 +1,52 @@
+"""How figures that promise something are written: an epsilon never below its value, what is left never above."""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+
+
+def at_least(value: float, places: int = 4) -> str:
+    """Return a figure with so many decimal places, rounded up: what an epsilon is shown as.
+
+    Args:
+        value: any float; infinities and NaN are written as they are.
+        places: digits after the point.
+
+    Example:
+        >>> at_least(7.999546), at_least(7.9995), at_least(0.5, 2), at_least(float("inf"))
+        ('7.9996', '7.9995', '0.50', 'inf')
+    """
+    return _fixed(value, places, ROUND_CEILING)
+
+
+def at_most(value: float, places: int = 4) -> str:
+    """Return a figure with so many decimal places, rounded down: what a remaining budget is shown as.
+
+    Example:
+        >>> at_most(0.00046), at_most(1.0)
+        ('0.0004', '1.0000')
+    """
+    return _fixed(value, places, ROUND_FLOOR)
+
+
+def at_least_digits(value: float, digits: int = 4) -> str:
+    """Return a figure with so many significant digits, rounded up.
+
+    Example:
+        >>> at_least_digits(8.00011), at_least_digits(0.5), at_least_digits(1234567.0, 6)
+        ('8.001', '0.5', '1.23457e+06')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(float(value))))
+    return f"{float(rounded):.{digits}g}"
+
+
+def _fixed(value: float, places: int, rounding: str) -> str:
+    if not abs(value) < 1e15:  # infinities and NaN too
+        return str(value)
+    shortest = Decimal(
+        repr(float(value))
+    )  # the digits that a reader sees elsewhere, not the binary tail behind them
+    return str(shortest.quantize(Decimal(1).scaleb(-places), rounding=rounding))
