@@ -32,6 +32,7 @@ from fedlora.cli.state import AuditLog, StateFile
 from fedlora.cli.superlink import ENV_CONTROL_TOKEN, ENV_OPEN_FILE
 from fedlora.config import save_resolved
 from fedlora.errors import CheckpointError, DeploymentError, FedLoraError, FileAccessError
+from fedlora.files import FolderLock
 from fedlora.names import ENV_ROSTER, RUN_FOLDER_UNWRITABLE
 
 _LOG = logging.getLogger("fedlora.server")
@@ -59,11 +60,16 @@ class ServerRole:
         self._plan, self._app_dir = plan, app_dir
         make_folder(plan.state, "--state")
         make_folder(plan.run_dir, "run.dir")
-        self._run = RunFile.read(plan.state)
-        self._over = once and bool(self._run.run_id) and self._run.finished
-        self._resume = not self._over and self._choose_run(
-            resume=resume or (once and not new), new=new, once=once
-        )
+        self._lock = FolderLock(plan.state, "--state")
+        try:
+            self._run = RunFile.read(plan.state)
+            self._over = once and bool(self._run.run_id) and self._run.finished
+            self._resume = not self._over and self._choose_run(
+                resume=resume or (once and not new), new=new, once=once
+            )
+        except BaseException:
+            self._lock.close()
+            raise
         self._state = StateFile(plan.state, "server")
         self._audit = AuditLog(plan.state / "audit.jsonl")
         self.registry = server_registry()
@@ -354,3 +360,4 @@ class ServerRole:
         if self._child is not None:
             self._child.stop()
         self._audit.close()
+        self._lock.close()

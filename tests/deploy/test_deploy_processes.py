@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,13 @@ from fedlora.cli.processes import (
 from fedlora.cli.serving import SILENT_SECONDS, ServerRole
 from fedlora.cli.serving_files import ended_with, last_line, read_json
 from fedlora.cli.state import AuditLog, StateFile, read_state
-from fedlora.errors import BudgetExceededError, ConfigError, DeploymentError
+from fedlora.errors import (
+    BudgetExceededError,
+    CheckpointError,
+    ConfigError,
+    DeploymentError,
+    FolderInUseError,
+)
 from fedlora.procfs import descendants
 
 
@@ -209,3 +216,18 @@ def test_a_superlink_that_runs_and_answers_nothing_is_ended_in_bounded_time() ->
     role._stay(SimpleNamespace(wait=lambda seconds: next(waits)), "finished")  # type: ignore[arg-type]
     assert stopped
     assert role.started[-3:-1] == ["SuperLink ended", "superlink"]
+
+
+def test_two_servers_on_one_state_folder(tmp_path: Path) -> None:
+    """A second `fedlora server` on a state folder is refused; the folder is free once the first has ended."""
+    plan: Any = SimpleNamespace(
+        check=lambda: None, state=tmp_path / "state", run_dir=tmp_path / "runs", stay=False,
+        config=SimpleNamespace(run=SimpleNamespace(name="run")),
+    )  # fmt: skip
+    first = ServerRole(plan, app_dir=tmp_path, resume=False, new=False)
+    with pytest.raises(FolderInUseError, match=r"--state .*in use by process"):
+        ServerRole(plan, app_dir=tmp_path, resume=True, new=False)
+    first._shut_down()
+    with pytest.raises(CheckpointError, match="unfinished"):
+        ServerRole(plan, app_dir=tmp_path, resume=False, new=False)
+    ServerRole(plan, app_dir=tmp_path, resume=True, new=False)._shut_down()
