@@ -314,11 +314,10 @@ def test_combinations_without_a_bound_are_refused(change, match):
 
 
 def test_rank_above_the_width_is_refused():
-    adapted = adapted_model("llama", rank=17)
+    layout = adapted_model("llama").layout
+    wide = replace(layout, modules={name: replace(spec, rank=17) for name, spec in layout.modules.items()})
     with pytest.raises(RankMismatchError, match="singular"):
-        build_mechanism(
-            config("noisy_projection", adapter={"rank": 17}, mechanism=settings("llama")), adapted.layout
-        )
+        build_mechanism(config("noisy_projection", adapter={"rank": 17}, mechanism=settings("llama")), wide)
 
 
 def test_cohorts_equal_single_clients():
