@@ -1,9 +1,11 @@
-"""How figures that promise something are written: an epsilon never below its value, what is left never above."""
+"""How figures are written: an epsilon never below its value, what is left never above, none that JSON cannot hold."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any
 
 
 def at_least(value: float, places: int = 4) -> str:
@@ -50,3 +52,16 @@ def _fixed(value: float, places: int, rounding: str) -> str:
         repr(float(value))
     )  # the digits that a reader sees elsewhere, not the binary tail behind them
     return str(shortest.quantize(Decimal(1).scaleb(-places), rounding=rounding))
+
+
+def finite(value: Any) -> Any:
+    """Return a value that strict JSON can hold: infinite and undefined numbers become text."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(child) for key, child in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [finite(child) for child in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return str(value)

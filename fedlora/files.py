@@ -1,4 +1,4 @@
-"""Small files of a run folder that others read while they are written, and the lock of a folder in use."""
+"""Small files that are replaced whole, at once or durably, and the lock of a folder in use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import tempfile
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,26 @@ def replace_text(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never a part; its folder is made.
+
+    Raises:
+        OSError: if it cannot be written; nothing is left of it then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

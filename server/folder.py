@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +22,7 @@ from fedlora.cli.common import JsonLines
 from fedlora.config import config_container
 from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import FileAccessError
+from fedlora.files import write_durably
 from fedlora.ledger import Ledger
 from fedlora.simulation.settings import RoundRecord
 from fedlora.specs.paid import paid_specifications
@@ -56,28 +56,9 @@ def write_atomically(path: Path, data: bytes) -> None:
         FileAccessError: if it cannot be written; nothing is left of it then.
     """
     try:
-        _write_atomically(path, data)
+        write_durably(path, data)
     except OSError as error:
         raise unwritable(path, error) from error
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def plain(value: Any) -> Any:

@@ -1,18 +1,17 @@
-"""What an export says of itself: the base model's shareable name, its own mark, and epsilon rounded the safe way."""
+"""What an export says of itself to programs: its mark, the base model, the run's figures as others may see them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Final
 
 from fedlora.adapters.models import LoadedBase
 from fedlora.adapters.offline import PACKAGE_PREFIX, PACKAGED_MODELS
 from fedlora.config.schema import FedLoraConfig, ModelConfig
+from fedlora.figures import finite
 
 if TYPE_CHECKING:
     from fedlora.adapters.export import RunFacts
@@ -70,7 +69,7 @@ def write_facts(folder: Path, config: FedLoraConfig, base: BaseFacts, facts: Run
         "rounds": facts.rounds,
         "warnings": list(shareable(config, facts.warnings)),
     }
-    text = json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(finite(content), indent=2, allow_nan=False, ensure_ascii=False)
     (folder / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -100,13 +99,3 @@ _SHARED: Final = (
     "some {what} sit at several clients: for them the clients' figures add up, the largest figure of one client does "
     "not cover them"
 )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value

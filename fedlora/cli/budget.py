@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fedlora.cli.budget_options import AnchorOption, KeyOption, LedgerArgument, key_of
 from fedlora.cli.budget_restore import accept, restore
 from fedlora.cli.common import JsonOption, emit
 from fedlora.errors import LedgerError
 from fedlora.figures import at_least, at_most
-from fedlora.ledger import Account, Budget, Ledger, LedgerReport, load_secret, open_ledger, register_of
+from fedlora.ledger import Account, Budget, Ledger, LedgerReport, open_ledger
 
 app = typer.Typer(
     help="Show, plan, verify, export, back up and restore privacy ledgers.\n\n"
@@ -25,9 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-LedgerArgument = Annotated[str, typer.Argument(metavar="LEDGER", help="SQLite file or SQLAlchemy URL.")]
-KeyOption = Annotated[Path | None, typer.Option("--key", help="File with the ledger's secret.")]
-AnchorOption = Annotated[Path | None, typer.Option("--anchor", help="Anchor file (default: LEDGER.anchor).")]
 ClientOption = Annotated[str, typer.Option("--client", help="Only this client.")]
 DatasetOption = Annotated[str, typer.Option("--dataset", help="Only this data set.")]
 PlanConfig = Annotated[
@@ -48,45 +45,15 @@ NewAdjacency = Annotated[str, typer.Option(help="Its neighbouring relation.")]
 SHOWN = 20
 
 
-def find_key(ledger: str, key: Path | None) -> Path:
-    """Return the file of the ledger's secret.
-
-    Raises:
-        LedgerError: if none is found.
-    """
-    base = Path(ledger.removeprefix("sqlite:///"))
-    given = os.environ.get("FEDLORA_LEDGER_KEY", "")
-    if key is not None or given:
-        return key if key is not None else Path(given)
-    folder = base.parent
-    beside = (
-        Path(f"{base}.key"),
-        base.with_suffix(".key"),
-        folder / "ledger.secret",
-        folder / "keys" / "ledger.secret",
-    )
-    for candidate in beside if "://" not in str(base) else ():
-        if candidate.is_file():
-            return candidate
-    raise LedgerError(
-        f"ledger {base}: no key found (tried {', '.join(path.name for path in beside)} beside it); "
-        "required: the client's secret; give --key FILE or set FEDLORA_LEDGER_KEY"
-    )
-
-
 def open_for(ledger: str, key: Path | None, anchor: Path | None, *, write: bool = False) -> Ledger:
     """Open an existing ledger.
 
     Raises:
         LedgerError: if it or its key is missing or unreadable.
     """
-    file = find_key(ledger, key)
-    try:
-        secret = load_secret(file)
-    except FileNotFoundError as error:
-        raise LedgerError(f"ledger key {file}: no such file; give --key FILE") from error
+    secret, register = key_of(ledger, key)
     return open_ledger(
-        ledger, secret=secret, create=False, read_only=not write, anchor=anchor, register=register_of(file)
+        ledger, secret=secret, create=False, read_only=not write, anchor=anchor, register=register
     )
 
 
@@ -352,4 +319,4 @@ def plan(
 app.command()(restore)
 app.command()(accept)
 
-__all__ = ["app", "find_key", "open_for", "report_record"]
+__all__ = ["app", "open_for", "report_record"]

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedlora.cli.budget_options import AnchorOption, KeyOption, LedgerArgument, key_of
 from fedlora.cli.common import JsonOption, emit
-from fedlora.errors import LedgerError
-from fedlora.ledger import load_secret, register_of
 
 
 def restore(
@@ -21,10 +20,8 @@ def restore(
             "--accept-loss", help="Why entries that may be missing are accepted; reports repeat it."
         ),
     ] = "",
-    key: Annotated[Path | None, typer.Option("--key", help="File with the ledger's secret.")] = None,
-    anchor: Annotated[
-        Path | None, typer.Option("--anchor", help="Anchor file (default: LEDGER.anchor).")
-    ] = None,
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put a copy in the place of a lost SQLite ledger; every link of it is checked first.
@@ -38,7 +35,7 @@ def restore(
     """
     from fedlora.ledger.restoring import restore as put_back
 
-    secret, register = _key_of(str(ledger), key)
+    secret, register = key_of(str(ledger), key)
     done = put_back(copy, ledger, secret=secret, reason=reason, anchor=anchor, register=register)
     lost = "nothing is missing" if done.missing == 0 else "entries may be missing; every report says so"
     record = {"ledger": str(ledger), "head": done.head, "missing_entries": done.missing}
@@ -46,14 +43,12 @@ def restore(
 
 
 def accept(
-    ledger: Annotated[str, typer.Argument(metavar="LEDGER", help="SQLite file or SQLAlchemy URL.")],
+    ledger: LedgerArgument,
     reason: Annotated[
         str, typer.Option("--reason", help="Why it is accepted; every later report repeats it.")
     ],
-    key: Annotated[Path | None, typer.Option("--key", help="File with the ledger's secret.")] = None,
-    anchor: Annotated[
-        Path | None, typer.Option("--anchor", help="Anchor file (default: LEDGER.anchor).")
-    ] = None,
+    key: KeyOption = None,
+    anchor: AnchorOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with what is there though entries are missing: no ledger (a new one is begun), an older one, no anchor.
@@ -64,19 +59,8 @@ def accept(
     """
     from fedlora.ledger.restoring import accept as go_on
 
-    secret, register = _key_of(ledger, key)
+    secret, register = key_of(ledger, key)
     done = go_on(ledger, secret=secret, reason=reason, register=register, anchor=anchor)
     record = {"ledger": ledger, "head": done.head, "missing_entries": done.missing}
     text = f"{ledger}: accepted; it ends at head {done.head}; entries are missing, and every report says so"
     emit(record, as_json=as_json, text=text)
-
-
-def _key_of(ledger: str, key: Path | None) -> tuple[bytes, Path]:
-    """Return a ledger's secret (SENSITIVE) and the register beside its key."""
-    from fedlora.cli.budget import find_key
-
-    file = find_key(ledger, key)
-    try:
-        return load_secret(file), register_of(file)
-    except FileNotFoundError:
-        raise LedgerError(f"ledger key {file}: no such file; give --key FILE") from None

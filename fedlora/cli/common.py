@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlora.errors import ConfigError, FedLoraError
+from fedlora.figures import finite
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to stderr.")
@@ -31,19 +31,6 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 INTERRUPTED = 130
 INTERNAL_ERROR = 1
 USAGE_ERROR = 2
-
-
-def finite(value: Any) -> Any:
-    """Return a value that strict JSON can hold: infinite and undefined numbers become text."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(child) for key, child in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [finite(child) for child in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value
-    return str(value)
 
 
 def emit(result: Mapping[str, Any], *, as_json: bool, text: str) -> None:

@@ -63,7 +63,8 @@ def sweep(
 ) -> None:
     """Run a sweep."""
     from fedlora.config import load_config
-    from fedlora.simulation.sweep import SweepPlan, run_sweep, sweep_ledger
+    from fedlora.simulation.clients_ledger import ledger_file
+    from fedlora.simulation.sweep import SweepPlan, run_sweep
     from fedlora.simulation.sweep_report import plot_svg, table_csv, table_text
 
     plan = SweepPlan(
@@ -101,7 +102,7 @@ def sweep(
     told = (
         "each trial has a ledger of its own: the data is marked public"
         if settings.data.marked_public
-        else f"all trials spend from {sweep_ledger(settings)}, as runs do; it adds up: {_spent(results)}"
+        else f"all trials spend from {ledger_file(settings).absolute()}, as runs do; it adds up: {_spent(results)}"
     )
     emit(
         {"out": str(out), "ledger": told, "trials": [dataclasses.asdict(one) for one in results]},

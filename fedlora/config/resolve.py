@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from omegaconf import OmegaConf
 from fedlora.config.load import config_container, config_from_container
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.errors import ConfigError, PrivacyParameterError
+from fedlora.files import write_durably
 
 if TYPE_CHECKING:
     from fedlora.accounting import Event
@@ -195,16 +194,6 @@ def save_resolved(config: FedLoraConfig, path: str | Path, notes: tuple[str, ...
         The path written.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     head = [f"# config_hash: {config_hash(config)}", *(f"# {' '.join(note.split())}" for note in notes)]
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write("\n".join([*head, to_yaml(config)]))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_durably(target, "\n".join([*head, to_yaml(config)]).encode())
     return target

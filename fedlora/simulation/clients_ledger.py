@@ -28,26 +28,31 @@ def open_clients_ledger(config: FedLoraConfig, path: Path | None, *, create: boo
     """
     if not charges(config):
         return None
-    target = _file(config, path)
+    target = ledger_file(config, path)
     if create:
         target.parent.mkdir(parents=True, exist_ok=True)
-    key = target.with_suffix(".key")
+    key = _key_file(target)
     secret = load_or_create_secret(key)
     return open_ledger(target, secret=secret, create=create, register=register_of(key))
 
 
-def _file(config: FedLoraConfig, path: Path | None) -> Path:
+def ledger_file(config: FedLoraConfig, path: Path | None = None) -> Path:
+    """Return the file of the clients' ledger: the one that is given, else that of every run with the same `run.dir`."""
     return Path(config.run.dir) / "ledger.sqlite" if path is None else path
+
+
+def _key_file(ledger: Path) -> Path:
+    return ledger.with_suffix(".key")
 
 
 def clients_secret(config: FedLoraConfig, path: Path | None) -> bytes:
     """Return the key of the clients' ledger, SENSITIVE."""
-    return load_or_create_secret(_file(config, path).with_suffix(".key"))
+    return load_or_create_secret(_key_file(ledger_file(config, path)))
 
 
 def note_ledger(folder: Path, config: FedLoraConfig, path: Path | None) -> None:
     """Write down which ledger a run spends from, as seen from its folder where both move together."""
-    target = _file(config, path).absolute()
+    target = ledger_file(config, path).absolute()
     beside = target.parent == folder.absolute().parent
     replace_text(folder / LEDGER_NOTE, os.path.relpath(target, folder.absolute()) if beside else str(target))
 

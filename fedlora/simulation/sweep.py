@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from fedlora.config import load_config
-from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import ConfigError, FedLoraError
 from fedlora.files import FolderLock, replace_text
+from fedlora.simulation.clients_ledger import ledger_file
 from fedlora.simulation.settings import RoundRecord
 
 _LOG = logging.getLogger(__name__)
@@ -167,11 +167,6 @@ class MedianRule:
         return len(known) >= self._least and value < statistics.median(known)
 
 
-def sweep_ledger(config: FedLoraConfig) -> Path:
-    """Return the ledger that a sweep spends from: the one of `fedlora simulate` with the same `run.dir`."""
-    return Path(config.run.dir).absolute() / "ledger.sqlite"
-
-
 def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResult:
     """Run one trial in this process; a failure is a result, not an exception.
 
@@ -281,7 +276,7 @@ def _run_waiting(
     trials = plan_trials(plan)
     done = finished_trials(out)
     waiting = [trial for trial in trials if trial.name not in done]
-    shared = str(sweep_ledger(load_config(plan.config, (), plan.overlays)))
+    shared = str(ledger_file(load_config(plan.config, (), plan.overlays)).absolute())
 
     def note(result: TrialResult) -> None:
         done[result.name] = result

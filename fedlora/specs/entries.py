@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedlora.errors import DataError
+from fedlora.files import write_durably
 from fedlora.specs.types import MAX_DIMENSION, PrivacyStatement, Specification
 
 MAX_ENTRY_BYTES = 64 * 1024
@@ -119,15 +118,5 @@ def read_entry(path: Path) -> Specification:
 
 def write_entry(path: Path, specification: Specification) -> None:
     """Write a specification as its JSON file; a crash leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(entry_json(specification), indent=1, sort_keys=True, allow_nan=False)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_durably(path, f"{text}\n".encode())

@@ -12,8 +12,9 @@ import pytest
 
 from fedlora import errors
 from fedlora.cli import main as frame
-from fedlora.cli.common import describe_error, emit, finite
+from fedlora.cli.common import describe_error, emit
 from fedlora.errors import BudgetExceededError, ConfigError, FedLoraError
+from fedlora.figures import finite
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def test_show_of_many_accounts_names_the_largest(tmp_path: Path, capsys: pytest.
 
 
 def test_key_of_a_simulations_ledger_is_found_beside_it(tmp_path):
-    from fedlora.cli.budget import find_key
+    from fedlora.cli.budget_options import find_key
 
     key = tmp_path / "demo.ledger.key"
     key.write_bytes(b"x" * 32)
