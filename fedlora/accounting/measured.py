@@ -74,9 +74,8 @@ def epsilon_lower(
     x, mass = _nodes(group.width or 1, group.rank or 1)
     reach = float(x[np.cumsum(mass[::-1])[::-1] > 1e-11][-1])
     mu = group.kappa * math.sqrt(reach)
-    cap = (
-        epsilon_of(event.times(steps), delta, accountant="moment").epsilon + 8.0
-    )  # losses beyond it hardly add
+    # Losses beyond this hardly add.
+    cap = epsilon_of(event.times(steps), delta, accountant="moment").epsilon + 8.0
     top = min(40.0, cap, math.log1p(rate * math.expm1(min(600.0, mu * mu / 2.0 + 7.0 * mu))))
     low = math.log1p(-rate) if rate < 1.0 else -min(40.0, mu * mu / 2.0 + 7.0 * mu)
     first, last = math.floor(low / step) - 1, math.ceil(top / step) + 1

@@ -124,15 +124,10 @@ def step(
     sigma: float, rate: float, interval: float, adjacency: Adjacency, pessimistic: bool
 ) -> tuple[Law, ...]:
     """Return dp_accounting's distribution of one sampled Gaussian step, one law for each direction that differs."""
+    directions = ["REMOVE"] if rate == 1.0 else ["REMOVE", "ADD"]
+    kinds = ["REPLACE"] if adjacency is Adjacency.REPLACE_ONE else directions
     with _quiet():
-        found = [
-            _pmf(sigma, rate, interval, kind, pessimistic)
-            for kind in (
-                ("REPLACE",)
-                if adjacency is Adjacency.REPLACE_ONE
-                else (("REMOVE",) if rate == 1.0 else ("REMOVE", "ADD"))
-            )
-        ]
+        found = [_pmf(sigma, rate, interval, kind, pessimistic) for kind in kinds]
     return tuple(_law(pmf.to_dense_pmf()) for pmf in found)
 
 

@@ -177,10 +177,8 @@ class _Window:
         scale = math.exp(min(700.0, self.log_scale - self.tilt * (epsilon - self.centre)))
         spread = min(float(size), 1.0 + 1.0 / -math.expm1(-min(50.0, self.tilt * self.interval)))
         error = scale * self.noise * spread + self.above
-        if sign < 0.0:
-            error += (
-                scale * 2.0 * _FOLDED
-            )  # what the window folds back only adds: a lower bound goes without it
+        if sign < 0.0:  # what the window folds back only adds: a lower bound goes without it
+            error += scale * 2.0 * _FOLDED
         return scale * sums * (1.0 + sign * self.relative) + sign * error, scale * tilted
 
 
@@ -301,9 +299,8 @@ def epsilon(laws: Sequence[tuple[Law, int]], interval: float, delta: float, *, s
         window = _fitting(laws, interval, tilt, top_mass)
         if sign < 0.0 or window.losses[0] <= 0.0 or window.delta(float(window.losses[0]), sign)[0] > budget:
             break
-        tilt = (
-            window.tilt / 4.0
-        )  # the largest losses alone are more than the budget: the answer lies below the window
+        # The largest losses alone are more than the budget: the answer lies below the window.
+        tilt = window.tilt / 4.0
     return _root(window, interval, budget, sign)
 
 

@@ -41,10 +41,9 @@ _TASK_TYPES: Final = {
     "instruction": "CAUSAL_LM",
     "seq2seq": "SEQ_2_SEQ_LM",
 }
-
-
 _NAMING_FILES: Final = frozenset({"adapter_config.json", "config.json", "tokenizer_config.json"})
 _NAMES: Final = ("base_model_name_or_path", "_name_or_path", "name_or_path")
+"""Keys of those files that name a model or tokenizer."""
 
 
 class Exportable(Protocol):

@@ -60,15 +60,11 @@ def privacy_text(config: FedLoraConfig, facts: RunFacts) -> str:
         return _NO_PRIVACY + warned
     if privacy.noise_source != "os":
         return _NO_PRIVACY + " Its noise came from a seeded generator made for tests." + warned
-    epsilon = facts.epsilon
-    known = epsilon is not None and math.isfinite(epsilon)
+    known = facts.epsilon is not None and math.isfinite(facts.epsilon)
+    of_whom = " (largest over clients)" if isinstance(privacy, RecordPrivacy) else ""
+    epsilon = at_least_digits(facts.epsilon or 0.0) if known else "unknown: read the clients' ledgers"
     rows: dict[str, Any] = {
-        "epsilon"
-        + (" (largest over clients)" if isinstance(privacy, RecordPrivacy) else ""): at_least_digits(
-            epsilon or 0.0
-        )
-        if known
-        else "unknown: read the clients' ledgers",
+        f"epsilon{of_whom}": epsilon,
         "delta": f"{privacy.budget.delta:g}",
         **_meaning(config, privacy, facts.statement),
         "releases, at most": _releases(config, privacy),

@@ -129,17 +129,21 @@ class ProductMode:
         """Merge one client's products; a module that it does not adapt is left out of that module's mean."""
         for module, spec in payload.modules.items():
             if module not in self._merged:
-                own = self.current.modules[module]
-                cap = max(own.rank, running_rank(own) if self._max_rank is None else self._max_rank)
-                empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
+                empty = ProductSketch.empty(spec.out_features, spec.in_features, self._cap(module))
                 self._merged[module] = _Merged(module, empty)
-            merged = self._merged[module]
-            if (
-                self._max_rank is None and spec.rank > merged.sketch.max_rank
-            ):  # what comes back to it has its rank
-                merged.sketch = replace(merged.sketch, max_rank=spec.rank)
-            merged.add(payload, weight)
+            self._make_room(self._merged[module], spec.rank)
+            self._merged[module].add(payload, weight)
         self._extra_sum.add(extras_of(payload), weight)
+
+    def _cap(self, module: str) -> int:
+        """Return the rank to which a module's running sum is kept."""
+        own = self.current.modules[module]
+        return max(own.rank, running_rank(own) if self._max_rank is None else self._max_rank)
+
+    def _make_room(self, merged: _Merged, rank: int) -> None:
+        """Let a running sum without a limit of its own hold a client's rank: what comes back to it has that rank."""
+        if self._max_rank is None and rank > merged.sketch.max_rank:
+            merged.sketch = replace(merged.sketch, max_rank=rank)
 
     def finish(self) -> Outcome:
         """Average, step, and write the adapter in the layout's ranks and whole."""
@@ -207,16 +211,14 @@ class StackMode(ProductMode):
 
     kind = "stack"
 
-    def add(self, payload: AdapterPayload, weight: float) -> None:
-        """Stack one client's factors; beyond `max_rank` the stack is compressed with a tracked error."""
-        for module, spec in payload.modules.items():
-            if module not in self._merged:
-                limit = min(spec.out_features, spec.in_features)
-                cap = min(limit, STACK_RANK if self._max_rank is None else self._max_rank)
-                empty = ProductSketch.empty(spec.out_features, spec.in_features, cap)
-                self._merged[module] = _Merged(module, empty)
-            self._merged[module].add(payload, weight)
-        self._extra_sum.add(extras_of(payload), weight)
+    def _cap(self, module: str) -> int:
+        """Return the rank of the stack, beyond which it is compressed with a tracked error."""
+        spec = self.current.modules[module]
+        limit = min(spec.out_features, spec.in_features)
+        return min(limit, STACK_RANK if self._max_rank is None else self._max_rank)
+
+    def _make_room(self, merged: _Merged, rank: int) -> None:
+        """Leave the stack's limit as it is."""
 
 
 class FactorMean(ProductMode):

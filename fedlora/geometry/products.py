@@ -186,10 +186,9 @@ class ProductSketch:
         k = self.max_rank
         lost = float(torch.linalg.vector_norm(s[k:]))
         probe = self.probe if lost == 0.0 else self._probed(u[:, k:] * s[k:], v[:, k:])
+        # Copies, because slices would keep the uncut buffers alive.
         u, s, v = (block[..., :k].clone(memory_format=torch.contiguous_format) for block in (u, s, v))
-        return ProductSketch(
-            u, s, v, k, self.error_bound + lost, probe
-        )  # slices would keep uncut buffers alive
+        return ProductSketch(u, s, v, k, self.error_bound + lost, probe)
 
     def _probed(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the probe of the dropped parts and left @ right^T."""

@@ -12,6 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ CREATE TABLE IF NOT EXISTS flags (
   id INTEGER PRIMARY KEY, client TEXT NOT NULL, dataset TEXT NOT NULL, code TEXT NOT NULL, text TEXT NOT NULL,
   UNIQUE (client, dataset, code, text));
 """
+_KEEP_FLAG: Final = "INSERT OR IGNORE INTO flags (client, dataset, code, text) VALUES (?, ?, ?, ?)"
 
 
 class Mirror:
@@ -174,10 +176,7 @@ class Mirror:
         Raises:
             LedgerError: if it cannot be written.
         """
-        self._write(
-            "INSERT OR IGNORE INTO flags (client, dataset, code, text) VALUES (?, ?, ?, ?)",
-            (client, dataset, code, text),
-        )
+        self._write(_KEEP_FLAG, (client, dataset, code, text))
 
     def _unwritable(self, error: sqlite3.Error) -> LedgerError:
         return LedgerError(f"ledger mirror {self._path}: cannot be written ({error}); stop the run")
@@ -194,11 +193,7 @@ class Mirror:
 
     def _flag(self, flags: list[MirrorFlag]) -> list[MirrorFlag]:
         """Keep differences, inside the caller's transaction."""
-        for flag in flags:
-            self._db.execute(
-                "INSERT OR IGNORE INTO flags (client, dataset, code, text) VALUES (?, ?, ?, ?)",
-                (flag.client, flag.dataset, flag.code, flag.text),
-            )
+        self._db.executemany(_KEEP_FLAG, [astuple(flag) for flag in flags])
         return flags
 
     def _history(self, account: Account) -> History:

@@ -97,7 +97,7 @@ def _check_missing(path: Path | None, anchor: Anchor | None, register: Register 
             "(starting anew would forget what was spent), or let the owner accept the loss with "
             "'fedlora budget accept' and a reason"
         )
-    if (
-        register is not None and register.begun() and not path.exists()
-    ):  # another process may have made it just now
+    if register is None or not register.begun():
+        return
+    if not path.exists():  # asked again: another process may have made it just now
         raise begun_before(str(path), register)

@@ -64,6 +64,11 @@ class Register:
         parts = [line.split(" ") for line in self._text().splitlines()]
         return tuple(one[1] for one in parts if len(one) == 3 and " ".join(one) == self._line(one[1]))
 
+    def names_others(self, ledger_id: str) -> bool:
+        """Return whether the key has begun ledgers, and not this one."""
+        known = self.known()
+        return bool(known) and ledger_id not in known
+
     def begun(self) -> bool:
         """Return whether anything was ever written, readable or not."""
         return self._text().strip() != ""

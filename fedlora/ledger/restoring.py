@@ -65,22 +65,16 @@ def restore(
         LedgerError: if something is at the ledger's place, or it cannot be written.
         LedgerIntegrityError: if the copy is damaged or of another ledger, or may lack entries and no reason is given.
     """
-    for place in (ledger, Path(f"{ledger}-wal")):
-        if place.exists():
-            raise LedgerError(
-                f"ledger {place}: is there already; move it away and keep it, it may hold newer entries"
-            )
+    _check_free(ledger)
     if reason:
         check_name("reason", reason)
     anchor_path = Path(f"{ledger}.anchor") if anchor is None else anchor
-    if not ledger.parent.is_dir():
-        raise LedgerError(f"ledger {ledger}: its folder does not exist; make it first")
     with tempfile.TemporaryDirectory(dir=ledger.parent, prefix=".restore-") as folder:
         staged = Path(folder) / "ledger.db"
         seq, mac, ledger_id = _checked(copy, staged, secret)
         missing = _missing(anchor_path, secret, seq, mac, ledger_id)
         known = None if register is None else Register(register, secret)
-        if known is not None and known.known() and ledger_id not in known.known():
+        if known is not None and known.names_others(ledger_id):
             missing = None  # the key has begun another ledger: what that one charged is not in this copy
         if missing != 0 and not reason:
             what = (
@@ -92,17 +86,26 @@ def restore(
                 f"copy {copy}: {what}, and what they charged would not be in any figure; put a newer copy back, or "
                 "accept it with a reason, which every later report repeats"
             )
-        head = chain.encode_head(seq, mac)
         if missing != 0:
             text = f"restored from a copy that ends at entry {seq}, {_words(missing)}: {reason}"
             seq, mac = _accepted(Store(str(staged), create=False), secret, text)
-            head = chain.encode_head(seq, mac)
         _place(staged, ledger)
     if known is not None:
         known.add(ledger_id)
     if missing != 0:
         _anchor_anew(Anchor(anchor_path, secret), seq, mac, ledger_id)
-    return Restored(head, missing)
+    return Restored(chain.encode_head(seq, mac), missing)
+
+
+def _check_free(ledger: Path) -> None:
+    """Refuse a place where something is, or whose folder is not there."""
+    for place in (ledger, Path(f"{ledger}-wal")):
+        if place.exists():
+            raise LedgerError(
+                f"ledger {place}: is there already; move it away and keep it, it may hold newer entries"
+            )
+    if not ledger.parent.is_dir():
+        raise LedgerError(f"ledger {ledger}: its folder does not exist; make it first")
 
 
 def accept(
@@ -161,7 +164,7 @@ def _lost(
     """Return how many entries are known to be missing (None: unknown) and the ledger's identity."""
     if state is None:
         return (None if known.begun() or (guard is not None and guard.path.exists()) else 0), ""
-    if known.known() and state.ledger_id not in known.known():
+    if known.names_others(state.ledger_id):
         return None, state.ledger_id
     if guard is None or (guard.optional and not guard.path.exists()):
         return 0, state.ledger_id

@@ -170,7 +170,7 @@ def start_heads_at_typical_size(config: FedLoraConfig, task: Task, adapted: Adap
     for handle in handles:
         handle.remove()
     for name, square in squares.items():
-        row_norm = math.sqrt(float(heads[name].weight.double().square().sum(1).mean()))
+        row_norm = _row_norm(heads[name].weight)
         factors[name] = round_significant(head_scale(row_norm, math.sqrt(square), START_LOGIT))
         heads[name].weight.data.mul_(factors[name])
     _LOG.info("heads start scaled by %s", factors)
@@ -183,12 +183,17 @@ def _keep_square(
     squares[name] = float(inputs[0].double().square().sum(-1).mean())
 
 
+def _row_norm(matrix: torch.Tensor) -> float:
+    """Return the root mean square norm of a matrix's rows."""
+    return math.sqrt(float(matrix.double().square().sum(1).mean()))
+
+
 def _scale_head(values: FlatBlocks, heads: Mapping[str, DeferredGradient]) -> None:
     """Scale trained matrices (not embeddings) up to a trained head's size, in place."""
     for name, gradient in heads.items():
         if isinstance(gradient, OuterGradient):
             rows = values[name][0].mT if gradient.transposed else values[name][0]
-            row_norm = math.sqrt(float(rows.double().square().sum(1).mean()))
+            row_norm = _row_norm(rows)
             feature_norm = math.sqrt(float(gradient.x.double().square().sum(2).mean()))
             values[name].mul_(head_scale(row_norm, feature_norm, TRAINED_LOGIT))
 

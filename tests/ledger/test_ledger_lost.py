@@ -184,27 +184,32 @@ def test_a_torn_register_never_stops_its_ledger_and_never_starts_another(
         reopen()
 
 
-@pytest.mark.parametrize("where", ["insert", "register", "anchor"])
-def test_killed_while_a_ledger_is_begun_it_goes_on(
-    path: Path, key: Path, reopen: Callable[..., Ledger], where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def killed_at(where: str, what: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something in a child process that is killed by SIGKILL at its first write of one kind."""
     from fedlora.ledger.anchor import Anchor
     from fedlora.ledger.journal import Journal
 
     def die(*_values: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    target = {"insert": (Journal, "_insert"), "register": (Register, "add"), "anchor": (Anchor, "write")}[
-        where
-    ]
+    places: dict[str, tuple[type, str]] = {
+        "insert": (Journal, "_insert"), "register": (Register, "add"), "anchor": (Anchor, "write"),
+    }  # fmt: skip
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(*target, staticmethod(die))
+        monkeypatch.setattr(*places[where], staticmethod(die))
         try:
-            reopen()
+            what()
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", ["insert", "register", "anchor"])
+def test_killed_while_a_ledger_is_begun_it_goes_on(
+    path: Path, key: Path, reopen: Callable[..., Ledger], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_at(where, reopen, monkeypatch)
     with reopen() as ledger:
         spend(ledger, 1)
         assert Register(register_of(key), load_or_create_secret(key)).known() == (ledger.ledger_id,)
@@ -214,28 +219,15 @@ def test_killed_while_a_ledger_is_begun_it_goes_on(
 def test_killed_while_a_loss_is_accepted_it_stays_refused_or_said(
     path: Path, key: Path, reopen: Callable[..., Ledger], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedlora.ledger.anchor import Anchor
-    from fedlora.ledger.journal import Journal
-
     with reopen() as ledger:
         spend(ledger, 1)
     lose(path)
     secret = load_or_create_secret(key)
-
-    def die(*_values: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    target = {"insert": (Journal, "_insert"), "register": (Register, "add"), "anchor": (Anchor, "write")}[
-        where
-    ]
-    child = os.fork()
-    if child == 0:
-        monkeypatch.setattr(*target, staticmethod(die))
-        try:
-            accept(str(path), secret=secret, reason="gone", register=register_of(key))
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    killed_at(
+        where,
+        lambda: accept(str(path), secret=secret, reason="gone", register=register_of(key)),
+        monkeypatch,
+    )
     try:
         ledger = reopen()
     except LedgerIntegrityError:
