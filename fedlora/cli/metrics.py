@@ -38,6 +38,12 @@ class Registry:
         with self._lock:
             self._values.setdefault(name, {})[tuple(sorted(labels.items()))] = value
 
+    def set_together(self, values: Mapping[str, float]) -> None:
+        """Set gauges of one event at once, so that no page shows half of it."""
+        with self._lock:
+            for name, value in values.items():
+                self._values.setdefault(name, {})[()] = value
+
     def text(self) -> str:
         """Return the exposition format, version 0.0.4."""
         lines = []

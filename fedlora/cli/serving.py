@@ -334,14 +334,15 @@ class ServerRole:
         line = last_line(self.run_folder / "metrics.jsonl")
         number = line.get("round")
         if isinstance(number, int):
-            self.registry.set("fedlora_round", number)
             self._state.update(
                 status="running", round=number, accepted=line.get("accepted"), epsilon=line.get("epsilon")
             )
-        for name in ("accepted", "asked", "epsilon"):
-            value = line.get(name)
-            if isinstance(value, int | float):
-                self.registry.set(f"fedlora_round_{name}", float(value))
+        shown = {"fedlora_round": number} | {
+            f"fedlora_round_{name}": line.get(name) for name in ("accepted", "asked", "epsilon")
+        }
+        self.registry.set_together(
+            {name: float(value) for name, value in shown.items() if isinstance(value, int | float)}
+        )
 
     # -- stopping ----------------------------------------------------------------------------------
 
