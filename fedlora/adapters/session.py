@@ -55,7 +55,7 @@ class TapSession:
                 f"{self.records.num_records} records; allowed are layers that keep records apart on the first axis; "
                 "leave this layer out of target_modules and modules_to_save (routed experts, packed or windowed layers)"
             )
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+        return x if x.dim() == 3 else x.reshape(x.shape[0], -1, x.shape[-1])
 
     def write(self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
         """Add scale * left @ right per record to block `name`; left (n, p, t), right (n, t, q)."""

@@ -23,20 +23,29 @@ def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, matrix)
 
 
-def add_product(base: torch.Tensor, h: torch.Tensor, matrix: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return base + scale * h @ matrix in one kernel; base (n, t, m), h (n, t, k)."""
+def flat_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return x @ matrix for x (n t, k) and matrix (k, m), or (n, k, m) with one for each record."""
     if matrix.dim() == 2:
-        flat = torch.addmm(base.reshape(-1, base.shape[2]), h.reshape(-1, h.shape[2]), matrix, alpha=scale)
-        return flat.view_as(base)
-    return torch.baddbmm(base, h, matrix, alpha=scale)
+        return torch.mm(x, matrix)
+    return torch.bmm(x.view(matrix.shape[0], -1, x.shape[1]), matrix).view(-1, matrix.shape[2])
 
 
-def add_product_(base: torch.Tensor, h: torch.Tensor, matrix: torch.Tensor, scale: float) -> None:
-    """Add scale * h @ matrix to a fresh, contiguous base (n, t, m) in place."""
+def add_flat_product(base: torch.Tensor, h: torch.Tensor, matrix: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return base + scale * h @ matrix in one kernel; base (n t, m), matrix as in `flat_product`."""
     if matrix.dim() == 2:
-        base.view(-1, base.shape[2]).addmm_(h.reshape(-1, h.shape[2]), matrix, alpha=scale)
+        return torch.addmm(base, h, matrix, alpha=scale)
+    records = matrix.shape[0]
+    parts = base.view(records, -1, base.shape[1]), h.view(records, -1, h.shape[1])
+    return torch.baddbmm(*parts, matrix, alpha=scale).view_as(base)
+
+
+def add_flat_product_(base: torch.Tensor, h: torch.Tensor, matrix: torch.Tensor, scale: float) -> None:
+    """Add scale * h @ matrix to a fresh, contiguous base (n t, m) in place; matrix as in `flat_product`."""
+    if matrix.dim() == 2:
+        base.addmm_(h, matrix, alpha=scale)
     else:
-        base.baddbmm_(h, matrix, alpha=scale)
+        records = matrix.shape[0]
+        base.view(records, -1, base.shape[1]).baddbmm_(h.view(records, -1, h.shape[1]), matrix, alpha=scale)
 
 
 def _t(matrix: torch.Tensor) -> torch.Tensor:
@@ -60,33 +69,30 @@ class LoraTap(torch.autograd.Function):
         view = view.to(base.dtype)
         with torch.autocast(device_type=base.device.type, enabled=False):
             rows = session.tokens(module, x.to(base.dtype))
-            h = None if view.down is None else product(rows, _t(view.down))
+            flat = rows.reshape(-1, rows.shape[2])
+            h = None if view.down is None else flat_product(flat, _t(view.down))
             if h is None or view.up is None:
-                out = base.clone() if h is None else base
+                out = base.clone()
             else:
-                out = add_product(
-                    base.reshape(rows.shape[0], rows.shape[1], -1), h, _t(view.up), view.scaling
-                )
-            probed = h if view.probe is None else product(rows, _t(view.probe))
-        needs_x = view.kind in ("factors", "tangent", "projected")
-        ctx.save_for_backward(probed, rows if needs_x else None)
-        ctx.view, ctx.module, ctx.session = view, module, session
+                out = add_flat_product(base.reshape(-1, base.shape[-1]), h, _t(view.up), view.scaling)
+            probed = h if view.probe is None else flat_product(flat, _t(view.probe))
+        _keep(ctx, session, module, view, probed, rows)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        return out.view(*x.shape[:-1], -1)
+        return out.view(base.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Write the record blocks; return gradients for base output and input only."""
         view: LayerView = ctx.view
-        session: TapSession = ctx.session
         h, x = ctx.saved_tensors
-        g = grad.reshape(session.records.num_records, -1, grad.shape[-1])
-        v = _collect(session, ctx.module, view, g, h, x)
+        g = grad.reshape(-1, grad.shape[-1])
+        z = _collect(ctx.session, ctx.module, view, g, h, x)
         grad_x = None
-        inner = inner_gradient(view, g, v) if ctx.needs_input_grad[1] else None
-        if inner is not None and view.down is not None:
-            inner = inner if view.scaling == 1.0 else inner * view.scaling
-            grad_x = product(inner, view.down).view(ctx.x_shape).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            way = way_back(view, g, z)
+            if way is not None:
+                inner = way[0] if view.scaling == 1.0 else way[0] * view.scaling
+                grad_x = flat_product(inner, way[1]).view(ctx.x_shape).to(ctx.x_dtype)
         return (grad if ctx.needs_input_grad[0] else None), grad_x, None, None, None, None
 
 
@@ -107,42 +113,60 @@ class FusedLoraTap(torch.autograd.Function):
         """Compute x W^T + b + s (x D^T) U^T; weight is W (out, in), perhaps a transposed view."""
         view = view.to(x.dtype)
         rows = session.tokens(module, x)
-        out = torch.nn.functional.linear(rows, weight, bias)
-        h = None if view.down is None else product(rows, _t(view.down))
+        flat = rows.reshape(-1, rows.shape[2])
+        out = torch.nn.functional.linear(flat, weight, bias)
+        h = None if view.down is None else flat_product(flat, _t(view.down))
         if h is not None and view.up is not None:
-            add_product_(out, h, _t(view.up), view.scaling)
-        probed = h if view.probe is None else product(rows, _t(view.probe))
-        needs_x = view.kind in ("factors", "tangent", "projected")
-        ctx.save_for_backward(probed, rows if needs_x else None, weight)
-        ctx.view, ctx.module, ctx.session, ctx.x_shape = view, module, session, x.shape
-        return out.view(*x.shape[:-1], -1)
+            add_flat_product_(out, h, _t(view.up), view.scaling)
+        probed = h if view.probe is None else flat_product(flat, _t(view.probe))
+        _keep(ctx, session, module, view, probed, rows, weight)
+        ctx.x_shape = x.shape
+        return out.view(*x.shape[:-1], out.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Write the record blocks; return the input's gradient."""
         view: LayerView = ctx.view
-        session: TapSession = ctx.session
         h, x, weight = ctx.saved_tensors
-        g = grad.reshape(session.records.num_records, -1, grad.shape[-1])
-        v = _collect(session, ctx.module, view, g, h, x)
+        g = grad.reshape(-1, grad.shape[-1])
+        z = _collect(ctx.session, ctx.module, view, g, h, x)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(g, weight)
-            if view.down is not None:
-                inner = inner_gradient(view, g, v)
-                if inner is not None:
-                    add_product_(grad_x, inner, view.down, view.scaling)
+            grad_x = torch.mm(g, weight)
+            way = way_back(view, g, z)
+            if way is not None:
+                add_flat_product_(grad_x, way[0], way[1], view.scaling)
             grad_x = grad_x.view(ctx.x_shape)
         return grad_x, None, None, None, None, None, None
 
 
-def inner_gradient(view: LayerView, g: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor | None:
-    """Return g U, the gradient of h over s, from v = g V where that is known; None without an adapter."""
-    if view.up is None:
+def _keep(
+    ctx: Any,
+    session: TapSession,
+    module: str,
+    view: LayerView,
+    probed: torch.Tensor | None,
+    rows: torch.Tensor,
+    *more: torch.Tensor,
+) -> None:
+    """Save what the backward needs: the probed input, and the input itself for an in-side block or a Gram norm."""
+    needs_x = view.kind in ("factors", "tangent", "projected")
+    ctx.save_for_backward(probed, rows if needs_x else None, *more)
+    ctx.view, ctx.module, ctx.session = view, module, session
+
+
+def way_back(
+    view: LayerView, g: torch.Tensor, z: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return (z, M) with z M the adapter's gradient of its input over s; None without an adapter.
+
+    z is g Q_out and M is S Q_in^T for `tangent`, where z is known already; else g U and D.
+    """
+    if view.up is None or view.down is None:
         return None
-    if view.kind == "tangent" and v is not None and view.core is not None:
-        return product(v, view.core)
-    return product(g, view.up) if v is None else v
+    if view.kind == "tangent" and z is not None and view.back is not None:
+        return z, view.back
+    return (flat_product(g, view.up) if z is None else z), view.down
 
 
 def _collect(
@@ -153,26 +177,38 @@ def _collect(
     h: torch.Tensor,
     x: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Write this layer's blocks; return g V where it was needed (V = U, or Q_out for `tangent`)."""
+    """Write this layer's blocks; return g V (n t, r) where it was needed (V = U, or Q_out for `tangent`).
+
+    Args:
+        session: where the blocks go.
+        module: path of the layer.
+        view: what is collected.
+        g: (n t, out). SENSITIVE.
+        h: (n t, r), the probed input. SENSITIVE.
+        x: (n, t, in), where it was kept. SENSITIVE.
+    """
+    records = session.records.num_records
+    outer, inner = g.view(records, -1, g.shape[1]), h.view(records, -1, h.shape[1])
     if view.kind == "lora_b":
-        session.write(block_name(module, LORA_B), _t(g), h, view.scaling)
+        session.write(block_name(module, LORA_B), _t(outer), inner, view.scaling)
         return None
     if x is None:
         raise RuntimeError("the tap kept no input; this is a fault of fedlora")
     if view.kind == "factors" and view.up is not None:
-        v = product(g, view.up)
-        session.write(block_name(module, LORA_B), _t(g), h, view.scaling)
-        session.write(block_name(module, LORA_A), _t(v), x, view.scaling)
-        return v
+        z = flat_product(g, view.up)
+        session.write(block_name(module, LORA_B), _t(outer), inner, view.scaling)
+        session.write(block_name(module, LORA_A), _t(z.view_as(inner)), x, view.scaling)
+        return z
     if view.kind == "tangent" and view.frame_out is not None:
-        v = product(g, view.frame_out)
-        session.write(block_name(module, TANGENT_OUT), _t(g), h)
-        session.write(block_name(module, TANGENT_IN), _t(x), v)
-        session.write(block_name(module, CORE), _t(v), h)
-        return v
-    session.write(block_name(module, LORA_B), _t(g), h)
-    wide = session.accumulate
-    session.keep_gram(block_name(module, LORA_B), gram_squared_norms(g.to(wide), x.to(wide)))
+        z = flat_product(g, view.frame_out)
+        wide = z.view_as(inner)
+        session.write(block_name(module, TANGENT_OUT), _t(outer), inner)
+        session.write(block_name(module, TANGENT_IN), _t(x), wide)
+        session.write(block_name(module, CORE), _t(wide), inner)
+        return z
+    session.write(block_name(module, LORA_B), _t(outer), inner)
+    exact = session.accumulate
+    session.keep_gram(block_name(module, LORA_B), gram_squared_norms(outer.to(exact), x.to(exact)))
     return None
 
 

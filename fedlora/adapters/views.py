@@ -39,7 +39,7 @@ class LayerView:
         down: D, (rank, in) or (records, rank, in); None if the adapter adds nothing yet.
         up: U, (out, rank) or (records, out, rank); None together with `down`.
         frame_out: Q_out, (out, rank) or (records, out, rank); `tangent` only.
-        core: S, (rank, rank) or (records, rank, rank); `tangent` only.
+        back: S Q_in^T, what carries G^T Q_out on to the input, (rank, in) or (records, rank, in); `tangent` only.
         probe: P, (rank, in) or (records, rank, in); `projected` only.
     """
 
@@ -48,7 +48,7 @@ class LayerView:
     down: torch.Tensor | None = None
     up: torch.Tensor | None = None
     frame_out: torch.Tensor | None = None
-    core: torch.Tensor | None = None
+    back: torch.Tensor | None = None
     probe: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> LayerView:
@@ -56,7 +56,7 @@ class LayerView:
         present = next((t for t in (self.down, self.probe) if t is not None), None)
         if present is None or present.dtype == dtype:
             return self
-        names = ("down", "up", "frame_out", "core", "probe")
+        names = ("down", "up", "frame_out", "back", "probe")
         blocks: dict[str, torch.Tensor | None] = {name: getattr(self, name) for name in names}
         cast: dict[str, Any] = {name: None if t is None else t.to(dtype) for name, t in blocks.items()}
         return replace(self, **cast)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from fedlora.adapters.blocks import BlockTable
 from fedlora.adapters.views import ViewKind, core_blocks, view_blocks
-from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD, split_block_name
+from fedlora.geometry import check_rank
+from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD, TANGENT_IN, TANGENT_OUT, block_name, split_block_name
 from fedlora.wire.payload import AdapterLayout
 
 
@@ -36,6 +37,16 @@ class Coordinates:
         adapters: dict[str, tuple[int, ...]] = {}
         for module, spec in layout.modules.items():
             adapters |= view_blocks(kind, module, spec)
+        if (
+            kind == "tangent"
+        ):  # blocks of one shape side by side, so that their small linear algebra needs no copies
+            order = [
+                block_name(module, key)
+                for modules in shape_groups(layout)
+                for key in (TANGENT_OUT, TANGENT_IN)
+                for module in modules
+            ]
+            adapters = {name: adapters[name] for name in order}
         small = {name: shape for name, shape in layout.extra.items() if len(shape) == 1}
         large = {name: shape for name, shape in layout.extra.items() if len(shape) != 1}
         return cls(
@@ -54,3 +65,16 @@ class Coordinates:
     def module_groups(self) -> dict[str, str]:
         """Return one group per module, for per-layer clipping."""
         return {name: split_block_name(name)[0] for name in self.table.shapes}
+
+
+def shape_groups(layout: AdapterLayout) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of each (out, in, rank), in order of first appearance.
+
+    Raises:
+        RankMismatchError: if a module's rank is above its smaller side.
+    """
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for module, spec in layout.modules.items():
+        check_rank(spec.out_features, spec.in_features, spec.rank)
+        groups.setdefault((spec.out_features, spec.in_features, spec.rank), []).append(module)
+    return tuple(tuple(names) for names in groups.values())

@@ -57,12 +57,11 @@ from fedlora.mechanisms.prism_state import (
     PrismState,
     initial_frames,
     open_groups,
-    put_block,
     take_tangent,
     tangent_arrays,
 )
 from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate, PerRecordGradients
-from fedlora.names import GROUP_ADAPTERS, TANGENT_IN
+from fedlora.names import GROUP_ADAPTERS
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
 _CORE_MARGIN = 4.0
@@ -117,13 +116,13 @@ def _views(
     views: dict[str, LayerView] = {}
     for group in own.groups:
         f = group.frames
-        q_out, core = (records.gather(t.to(dtype)) for t in (f.q_out, f.core))
-        down = records.gather(f.q_in.mT.to(dtype).contiguous())
-        up = records.gather((f.q_out @ f.core).to(dtype))
-        for index, module in enumerate(group.modules):
-            at = (index,) if records.num_clients == 1 else (slice(None), index)
+        down, back = f.q_in.mT, f.core @ f.q_in.mT
+        up = f.q_out @ f.core
+        axis = 0 if records.num_clients == 1 else 1
+        parts = [records.gather(t.to(dtype)).unbind(axis) for t in (down, up, f.q_out, back)]
+        for module, *each in zip(group.modules, *parts, strict=True):
             views[module] = LayerView(
-                "tangent", 1.0, down=down[at], up=up[at], frame_out=q_out[at], core=core[at]
+                "tangent", 1.0, down=each[0], up=each[1], frame_out=each[2], back=each[3]
             )
     return {module: views[module] for module in mechanism.layout.modules}
 
@@ -162,7 +161,7 @@ def _noise(
     blocks = noised.blocks.like(noised.blocks.flat)
     for group in own.groups:
         x = take_tangent(blocks, group)
-        put_block(blocks, group.modules, TANGENT_IN, share_core(group.frames, x).x_in)
+        x.x_in.copy_(share_core(group.frames, x).x_in)
     return replace(noised, blocks=blocks)
 
 

@@ -13,6 +13,7 @@ from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.philox_normal import normals
 from fedlora.errors import LayoutMismatchError
 from fedlora.geometry import Frames, Tangent, check_frames, check_rank, frames_from_factors
+from fedlora.mechanisms.coordinates import shape_groups
 from fedlora.mechanisms.prism_direction import PrismMoments
 from fedlora.mechanisms.prism_paper import PaperState
 from fedlora.names import (
@@ -64,19 +65,6 @@ class PrismState:
 
     groups: tuple[PrismGroup, ...]
     steps: int = 0
-
-
-def shape_groups(layout: AdapterLayout) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of each (out, in, rank), in order of first appearance.
-
-    Raises:
-        RankMismatchError: if a module's rank is above its smaller side.
-    """
-    groups: dict[tuple[int, int, int], list[str]] = {}
-    for module, spec in layout.modules.items():
-        check_rank(spec.out_features, spec.in_features, spec.rank)
-        groups.setdefault((spec.out_features, spec.in_features, spec.rank), []).append(module)
-    return tuple(tuple(names) for names in groups.values())
 
 
 def initial_frames(adapted: AdaptedModel) -> dict[str, Array]:
@@ -142,16 +130,12 @@ def _polish(q: Tensor) -> Tensor:
 
 
 def take_tangent(blocks: FlatBlocks, group: PrismGroup) -> Tangent:
-    """Return a group's tangent blocks (K, L, ...) from flat storage."""
-    return Tangent(
-        torch.stack([blocks[block_name(m, TANGENT_OUT)] for m in group.modules], dim=1),
-        torch.stack([blocks[block_name(m, TANGENT_IN)] for m in group.modules], dim=1),
+    """Return a group's tangent blocks (K, L, ...) as views of flat storage."""
+    x_out, x_in = (
+        blocks.together([block_name(module, key) for module in group.modules])
+        for key in (TANGENT_OUT, TANGENT_IN)
     )
-
-
-def put_block(blocks: FlatBlocks, modules: tuple[str, ...], key: str, values: Tensor) -> None:
-    """Write (K, L, *shape) values into flat storage that this caller owns."""
-    torch._foreach_copy_([blocks[block_name(module, key)] for module in modules], list(values.unbind(1)))
+    return Tangent(x_out, x_in)
 
 
 def tangent_arrays(groups: Mapping[tuple[str, ...], Tangent], client: int) -> dict[str, Array]:

@@ -36,7 +36,9 @@ def tangent_views(adapted, generator):
         )[0]
         core = torch.randn(spec.rank, spec.rank, generator=generator, dtype=torch.float64) * 0.3
         frames[name] = (q_out, core, q_in)
-        views[name] = LayerView("tangent", 1.0, down=q_in.t(), up=q_out @ core, frame_out=q_out, core=core)
+        views[name] = LayerView(
+            "tangent", 1.0, down=q_in.t(), up=q_out @ core, frame_out=q_out, back=core @ q_in.t()
+        )
     return views, frames
 
 
