@@ -39,9 +39,23 @@ def at_least_digits(value: float, digits: int = 4) -> str:
         >>> at_least_digits(8.00011), at_least_digits(0.5), at_least_digits(1234567.0, 6)
         ('8.001', '0.5', '1.23457e+06')
     """
+    return _significant(value, digits, ROUND_CEILING)
+
+
+def at_most_digits(value: float, digits: int = 4) -> str:
+    """Return a figure with so many significant digits, rounded down: what a lower bound is shown as.
+
+    Example:
+        >>> at_most_digits(0.99999), at_most_digits(0.5)
+        ('0.9999', '0.5')
+    """
+    return _significant(value, digits, ROUND_FLOOR)
+
+
+def _significant(value: float, digits: int, rounding: str) -> str:
     if not math.isfinite(value):
         return str(value)
-    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(repr(float(value))))
+    rounded = Context(prec=digits, rounding=rounding).create_decimal(Decimal(repr(float(value))))
     return f"{float(rounded):.{digits}g}"
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import socket
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, NoReturn, Self
 
-from fedlora.errors import FileAccessError, FolderInUseError
+from fedlora.errors import DataError, FileAccessError, FolderInUseError
 
 _LOG = logging.getLogger(__name__)
 _LOCK_NAME: Final = "in-use.lock"
@@ -46,6 +48,38 @@ def write_durably(path: Path, data: bytes) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def object_of(text: str | bytes, place: str) -> Mapping[str, Any]:
+    """Return a JSON object; numbers that JSON does not know and nesting without end are damage too.
+
+    Args:
+        text: UTF-8.
+        place: names it in errors.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 are a ValueError
+        raise DataError(f"{place}: not JSON; the file is damaged") from error
+    if not isinstance(found, Mapping):
+        raise DataError(f"{place}: a JSON object is needed; the file is damaged")
+    return found
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file, {} where there is no such file.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    return object_of(path.read_bytes(), str(path)) if path.is_file() else {}
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def sync_folder(folder: Path) -> None:

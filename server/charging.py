@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from fedlora.accounting import Event
+import json
+from typing import Any
+
+from fedlora.accounting import Event, compose, epsilon_of
 from fedlora.config.client_terms import client_terms
-from fedlora.config.schema import ClientPrivacy, FedLoraConfig
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.errors import LedgerError
 from fedlora.ledger import Ledger
-from fedlora.ledger.types import Account, CommitRequest, ReserveRequest
+from fedlora.ledger.types import Account, CommitRequest, LedgerReport, ReserveRequest
 from fedlora.training.charging import budget_terms
 
 FEDERATION = "federation"
@@ -57,7 +60,40 @@ class ServerCharge:
 
     def epsilon(self) -> float | None:
         """Return what all clients' data set has spent, or None if nothing was charged yet."""
+        report = self.report()
+        return None if report is None else report.epsilon
+
+    def report(self, *, with_rounds: bool = False) -> LedgerReport | None:
+        """Return the federation's account, or None if nothing was charged yet."""
         account = Account(FEDERATION, self._config.data.name)
         if self._ledger is None or account not in self._ledger.accounts():
             return None
-        return self._ledger.report(account, with_rounds=False).epsilon
+        return self._ledger.report(account, with_rounds=with_rounds)
+
+    def table(self) -> dict[str, Any]:
+        """Return what this run charged, as the mirror's table: events with their counts, and epsilon from them alone.
+
+        Earlier runs over the same data set are in `epsilon_reported` and not in the events.
+        """
+        report, privacy = self.report(with_rounds=True), self._config.privacy
+        if report is None or isinstance(privacy, NoPrivacy):
+            return {}
+        counts: dict[str, int] = {}
+        for row in report.rounds:
+            if row.run_id == self._run_id and row.steps_charged > 0:
+                counts[row.event_json] = counts.get(row.event_json, 0) + row.steps_charged
+        events = [(Event.from_json(json.loads(text)), steps) for text, steps in counts.items()]
+        alone = None
+        if events:
+            alone = epsilon_of(
+                compose(events),
+                privacy.budget.delta,
+                adjacency=privacy.adjacency,
+                accountant=privacy.accountant,
+            ).epsilon
+        entry = {
+            "events": [{"event": json.loads(text), "steps": steps} for text, steps in counts.items()],
+            "epsilon_from_events": alone,
+            "epsilon_reported": report.epsilon,
+        }
+        return {FEDERATION: entry}

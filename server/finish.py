@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
         warnings.append("NO PRIVACY: the noise source is seeded for tests")
     warnings += starting_warnings(config)
     save_payload(server.folder.path / "adapter.flr", server.strategy.payload)
-    server.folder.write_json("ledger-mirror.json", server.answers.mirror.table())
+    _write_accounts(server)
     adapter = _export(server, warnings) if status != "stopped" else None
     server.seconds["export"] = time.perf_counter() - started
     server.seconds["total"] = seconds + server.seconds["export"]
@@ -66,6 +66,19 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     )
     server.folder.write_json("summary.json", result)
     return result
+
+
+def _write_accounts(server: Server) -> None:
+    """Write who was charged for which events: the clients as the server saw them, or the federation's own account."""
+    config = server.settings.config
+    if not isinstance(config.privacy, ClientPrivacy):
+        server.folder.write_json("ledger-mirror.json", server.answers.mirror.table())
+        return
+    server.folder.write_json("ledger-mirror.json", server.charge.table())
+    report = server.charge.report()
+    if report is not None:
+        account = {name: one for name, one in asdict(report).items() if name != "rounds"}
+        server.folder.write_json("ledger.json", {"dataset": config.data.name, "accounts": [account]})
 
 
 def record_failure(folder: Path, error: BaseException) -> FileAccessError | None:

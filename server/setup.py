@@ -21,7 +21,7 @@ from fedlora.report.trackers import Trackers, open_trackers, require_trackers
 from fedlora.simulation.settings import ServerSettings
 from fedlora.training.session import Workbench, build_workbench
 from fedlora.training.starting import starting_payload
-from server.charging import ServerCharge
+from server.charging import FEDERATION, ServerCharge
 from server.evaluation import PublicEvaluator
 from server.folder import RunFolder
 from server.loop import Answers, RoundLoop
@@ -195,8 +195,10 @@ def statement(config: FedLoraConfig, server: Server) -> Mapping[str, Any]:
     found = conditions_of(config)
     if isinstance(config.privacy, NoPrivacy):
         return found
-    return {
-        **found,
-        "epsilon_is": "the largest over clients of what each client's own ledger reports (other runs included)",
-        "epsilon_from_this_runs_events": server.answers.mirror.largest(),
-    }
+    if isinstance(config.privacy, ClientPrivacy):
+        whose = "what the server's ledger reports for all clients together (other runs over the data set included)"
+        alone = server.charge.table().get(FEDERATION, {}).get("epsilon_from_events")
+    else:
+        whose = "the largest over clients of what each client's own ledger reports (other runs included)"
+        alone = server.answers.mirror.largest()
+    return {**found, "epsilon_is": whose, "epsilon_from_this_runs_events": alone}

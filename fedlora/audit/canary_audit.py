@@ -51,6 +51,8 @@ class CanaryAudit(ABC):
     """Probability with which a canary that is in enters a step; set by the subclass."""
     _reach: float
     """Signal of a canary that is not clipped, in units of the bound; set by the subclass."""
+    _copies: int = 1
+    """Records of one canary: all that one person may have, each drawn by a coin of its own."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class CanaryAudit(ABC):
                 paired=self._paired,
                 most_steps=total_steps(self._bench.config),
                 overshoot=self._reach,
+                copies=self._copies,
             )
         )
 
@@ -106,6 +109,10 @@ class CanaryAudit(ABC):
     @abstractmethod
     def adversary(self) -> tuple[str, str]:
         """Return (what the attacker sees and knows, sampling assumption)."""
+
+    def unit(self) -> str:
+        """Return whose presence the attack tests."""
+        return self._terms.unit
 
     def run(self, *, repeats: int = 10) -> Verdict:
         """Attack once, then measure the power on as many runs with half the noise.
@@ -178,7 +185,7 @@ class CanaryAudit(ABC):
         derived = self._bench.config.derived
         sees, sampling = self.adversary()
         return {
-            "unit": privacy.unit,
+            "unit": self.unit(),
             "adjacency": privacy.adjacency,
             "accountant": report.accountant,
             "sampling": sampling,

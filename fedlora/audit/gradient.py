@@ -1,6 +1,7 @@
 """Gradient-canary audit: the mechanism's own clip and noise, attacked by somebody who knows everything but coins.
 
-Each canary enters its client's data by a fair coin, and each step by the Poisson coin. The auditor reads every noised
+Each canary enters its client's data by a fair coin, and each step by the Poisson coin; where persons are protected it is
+a person with as many records as one may have, all with the same gradient, and each record has a Poisson coin. The auditor reads every noised
 release, as a server does, and calls those canaries members whose likelihood ratio is above a threshold that was
 fixed before. Canaries are orthogonal and flip their own coins, so each one is a trial of its own as long as the
 noise of different coordinates is independent. `one_run_bound` in the figures is weaker and needs no such assumption.
@@ -68,6 +69,7 @@ class GradientAudit(CanaryAudit):
         super().__init__(bench, privacy, canaries=canaries, confidence=confidence, noise=noise)
         self._mechanism: Mechanism = bench.mechanism
         self._rate, self._reach = self._mechanism.privacy.sample_rate, overshoot(self._mechanism)
+        self._copies = privacy.max_records_per_group if privacy.group_by is not None else 1
         self._basis: CanaryBasis = canary_basis(
             self._mechanism, self._open(1), limit=canaries, seed=bench.config.run.seed
         )
@@ -78,25 +80,36 @@ class GradientAudit(CanaryAudit):
         count = clients * self._basis.size
         coins = OsCoins()
         truth = (coins.words(count) >> np.uint64(63)).astype(bool)
-        sampler = PoissonSampler(count, self._rate, coins)
+        sampler = PoissonSampler(count * self._copies, self._rate, coins)
         state, score = self._open(clients), np.zeros(count)
         for _ in range(plan.steps):
             if self._mechanism.coordinates.kind == "projected":
                 state = self._open(clients)  # every step has a projection of its own
             ready = self._mechanism.stages.prepare(self._mechanism, state)
-            update = self._release(ready, sampler.draw(), truth, noise or self._noise)
+            drawn = sampler.draw() // self._copies  # a person's records stand beside each other
+            update = self._release(ready, drawn, truth, noise or self._noise)
             statistic, strength = self._basis.filtered(ready, update)
             score += score_step(
-                statistic.numpy().reshape(-1), strength.numpy().reshape(-1), self._rate, self._paired
+                statistic.numpy().reshape(-1),
+                strength.numpy().reshape(-1),
+                self._rate,
+                self._paired,
+                self._copies,
             )
         return Attack(score, truth)
 
     def adversary(self) -> tuple[str, str]:
         """Return what the attacker sees, and the sampling assumption."""
-        return (
-            "sees every noised release of the attacked steps, knows all records but the canary's coin",
-            f"Poisson, rate {self._rate:g}",
-        )
+        whose = "the canary's coin" if self._copies == 1 else "the canary person's coin"
+        each = "" if self._copies == 1 else f" for each of a person's {self._copies} records"
+        sees = f"sees every noised release of the attacked steps, knows all records but {whose}"
+        return sees, f"Poisson, rate {self._rate:g}{each}"
+
+    def unit(self) -> str:
+        """Return "person" where the run protects all records of one."""
+        privacy = self._terms
+        person = isinstance(privacy, RecordPrivacy) and privacy.group_by is not None
+        return "person" if person else privacy.unit
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -128,7 +141,7 @@ class GradientAudit(CanaryAudit):
 
     def _afford(self, steps: int) -> int:
         """Return the canaries for which the dense gradients of one attack stay in bounds."""
-        share = (1.0 if self._paired else 0.5) * self._rate
+        share = (1.0 if self._paired else 0.5) * self._rate * self._copies
         dense = share * steps * self._numbers_per_canary()
         return int(
             min(self._canaries, max(self._basis.size // 8, _DENSE_NUMBERS * self._canaries / dense, 200))

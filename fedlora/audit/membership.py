@@ -316,7 +316,18 @@ def _verdict(
         **(more or {}),
     }
     word = judge(claimed, bound, None)
-    return Verdict(attack, word, claimed, bound, _CONFIDENCE, None, delta, conditions, figures)
+    return Verdict(
+        attack,
+        word,
+        claimed,
+        bound,
+        _CONFIDENCE,
+        None,
+        delta,
+        conditions,
+        figures,
+        samples_as_the_run=False,
+    )
 
 
 def _held_out_bound(scores: Floats, truth: npt.NDArray[np.bool_], delta: float) -> float:

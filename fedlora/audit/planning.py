@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 from fedlora.audit.statistics import epsilon_from_counts
 
@@ -43,7 +44,9 @@ class Plan:
     thresholds: tuple[float, ...]
 
 
-def score_step(statistic: Floats, strength: Floats, sample_rate: float, paired: bool) -> Floats:
+def score_step(
+    statistic: Floats, strength: Floats, sample_rate: float, paired: bool, copies: int = 1
+) -> Floats:
     """Log likelihood ratio of one step: canary in, against out (or against its negative if `paired`).
 
     Args:
@@ -51,18 +54,19 @@ def score_step(statistic: Floats, strength: Floats, sample_rate: float, paired: 
         strength: its mean where the canary was drawn.
         sample_rate: q.
         paired: replace-one: "out" means that the opposite canary is there.
+        copies: records of one canary, each drawn with q by a coin of its own.
     """
+    weights = stats.binom.logpmf(np.arange(copies + 1), copies, sample_rate)
 
     def mixture(sign: float) -> Floats:
-        exponent = np.clip(sign * strength * statistic - 0.5 * strength**2, None, 600.0)
-        inside: Floats = np.logaddexp(_log1m(sample_rate), math.log(sample_rate) + exponent)
-        return inside
+        found: Floats = np.full(statistic.shape, weights[0])
+        for drawn in range(1, copies + 1):
+            signal = drawn * strength
+            exponent = np.clip(sign * signal * statistic - 0.5 * signal**2, None, 600.0)
+            found = np.logaddexp(found, weights[drawn] + exponent)
+        return found
 
     return mixture(1.0) - mixture(-1.0) if paired else mixture(1.0)
-
-
-def _log1m(rate: float) -> float:
-    return math.log1p(-rate) if rate < 1.0 else -math.inf
 
 
 def simulate(
@@ -72,6 +76,7 @@ def simulate(
     sample_rate: float,
     paired: bool,
     *,
+    copies: int = 1,
     noise: float = 1.0,
     signal: float = 1.0,
 ) -> Floats:
@@ -84,9 +89,9 @@ def simulate(
     score = np.zeros(count)
     for _ in range(steps):
         strength = strengths(generator, count)
-        drawn = generator.random(count) < sample_rate
+        drawn = generator.binomial(copies, sample_rate, count)
         statistic = signal * strength * members * drawn + noise * generator.standard_normal(count)
-        score += score_step(statistic, strength, sample_rate, paired)
+        score += score_step(statistic, strength, sample_rate, paired, copies)
     return score
 
 
@@ -104,6 +109,7 @@ class Question:
         paired: replace-one adjacency.
         most_steps: steps of the run, the cap.
         overshoot: signal of a canary that is not clipped.
+        copies: records of one canary.
     """
 
     strengths: Strengths
@@ -115,6 +121,7 @@ class Question:
     paired: bool
     most_steps: int
     overshoot: float
+    copies: int = 1
 
 
 def make_plan(question: Question) -> Plan:
@@ -136,7 +143,7 @@ def make_plan(question: Question) -> Plan:
     return replace(plan, thresholds=(*plan.thresholds, loose))
 
 
-def _best_cut(question: Question, steps: int, claimed: float, **fault: float) -> tuple[float, float]:
+def _best_cut(question: Question, steps: int, claimed: float, **fault: Any) -> tuple[float, float]:
     """Return (worst bound over claim in some simulations, threshold) of the best share of guesses."""
     count = max(200, min(question.afford(steps), _WORK // steps))
     margins: list[list[float]] = []
@@ -144,7 +151,15 @@ def _best_cut(question: Question, steps: int, claimed: float, **fault: float) ->
     for _ in range(_REPEATS):
         truth = np.random.default_rng().random(count) < 0.5
         members = np.where(truth, 1.0, -1.0 if question.paired else 0.0)
-        scores = simulate(question.strengths, members, steps, question.sample_rate, question.paired, **fault)
+        scores = simulate(
+            question.strengths,
+            members,
+            steps,
+            question.sample_rate,
+            question.paired,
+            copies=question.copies,
+            **fault,
+        )
         found = _quantiles(scores)
         share = _shared(question.confidence, 2)
         bounds = [bound_at(scores, truth, cut, delta=question.delta, confidence=share) for cut in found]

@@ -1,4 +1,8 @@
-"""What a finished run claims, read from its folder, recomputed from its events and held against what attacks prove."""
+"""What a finished run claims, read from its folder, recomputed from its events and held against what attacks prove.
+
+Nothing that the folder says is taken for granted: the charged events give one epsilon, the rounds that released
+something give another, with the event that the configuration's own mechanism has. A run must state at least both.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from typing import Any
 
 from fedlora.accounting import Event, compose, epsilon_of
 from fedlora.audit.verdict import Verdict, judge
-from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.errors import DataError, FedLoraError
+from fedlora.files import object_of, read_object
 from fedlora.training.selfcheck import SelfCheck
 
 _ROUNDING = 1e-6
@@ -22,11 +27,12 @@ class RunClaim:
     """PUBLIC. What a run's folder says about its privacy.
 
     Attributes:
-        epsilon: largest epsilon of a client that the run states; None if it has not ended or claims none.
+        epsilon: epsilon that the run states; None if it has not ended or claims none.
         delta: that the run states beside it.
         counted_at: delta at which its ledgers count, the budget's.
-        from_events: largest epsilon over clients, recomputed here from the events in `ledger-mirror.json`.
+        from_events: largest epsilon over accounts, recomputed here from the events in `ledger-mirror.json`.
         status: how the run ended, "unfinished" without a summary.
+        from_rounds: epsilon that the rounds in `metrics.jsonl` cost at least, by the configuration's own event.
     """
 
     epsilon: float | None
@@ -34,42 +40,91 @@ class RunClaim:
     counted_at: float
     from_events: float | None
     status: str
+    from_rounds: float | None = None
 
     def check(self) -> SelfCheck:
         """Return whether the run states at least what its own events imply."""
         name = "the run's claim"
-        if self.status == "unfinished" or self.from_events is None:
-            return SelfCheck(name, True, f"{self.status}; no events to recompute an epsilon from")
-        stated = "none" if self.epsilon is None else f"{self.epsilon:.6g}"
-        detail = f"stated {stated}, its events imply {self.from_events:.6g}"
+        implied = [one for one in (self.from_events, self.from_rounds) if one is not None]
+        if self.status == "unfinished" or not implied:
+            return SelfCheck(name, True, f"{self.status}; nothing was released, or no epsilon is claimed")
+        parts = {"stated": self.epsilon, "its events imply": self.from_events, "its rounds": self.from_rounds}
+        detail = ", ".join(f"{said} {'none' if one is None else f'{one:.6g}'}" for said, one in parts.items())
         if self.delta != self.counted_at:
             return SelfCheck(
                 name, False, f"stated at delta {self.delta}, counted at {self.counted_at}; {detail}"
             )
         if self.epsilon is None:
             return SelfCheck(name, self.status != "finished", f"{self.status}; {detail}")
-        return SelfCheck(name, self.epsilon >= self.from_events * (1.0 - _ROUNDING), detail)
+        if self.from_events is None:
+            return SelfCheck(name, False, f"ledger-mirror.json holds no events; {detail}")
+        return SelfCheck(name, self.epsilon >= max(implied) * (1.0 - _ROUNDING), detail)
 
 
-def read_claim(folder: Path, config: FedLoraConfig) -> RunClaim:
+def read_claim(folder: Path, config: FedLoraConfig, event: Event | None = None) -> RunClaim:
     """Read what a run states and recompute what its events imply.
 
     Args:
         folder: run folder.
         config: the run's configuration.
+        event: what one step (one round under client-level privacy) costs by that configuration.
 
     Raises:
         DataError: if a file is damaged, or an event cannot be read.
     """
-    summary, mirror = _object(folder / "summary.json"), _object(folder / "ledger-mirror.json")
+    summary, mirror = read_object(folder / "summary.json"), read_object(folder / "ledger-mirror.json")
     statement = summary.get("statement") or {}
+    if not isinstance(statement, Mapping) or not all(isinstance(one, Mapping) for one in mirror.values()):
+        raise DataError(f"{folder}: summary.json or ledger-mirror.json holds no objects; the file is damaged")
     return RunClaim(
-        epsilon=_number(summary.get("epsilon")),
+        epsilon=_stated(summary, statement, config),
         delta=_number(statement.get("delta")),
         counted_at=0.0 if isinstance(config.privacy, NoPrivacy) else config.privacy.budget.delta,
         from_events=_largest(mirror, config),
         status=str(summary.get("status", "unfinished")),
+        from_rounds=None if event is None else _of_rounds(folder, mirror, config, event),
     )
+
+
+def _stated(summary: Mapping[str, Any], statement: Mapping[str, Any], config: FedLoraConfig) -> float | None:
+    """Return the run's figure; where a budget's calendar window began anew in the run, that of its own events too."""
+    stated = _number(summary.get("epsilon"))
+    if stated is None or isinstance(config.privacy, NoPrivacy) or config.privacy.budget.window == "lifetime":
+        return stated
+    return max(stated, _number(statement.get("epsilon_from_this_runs_events")) or 0.0)
+
+
+def _of_rounds(
+    folder: Path, mirror: Mapping[str, Any], config: FedLoraConfig, event: Event
+) -> float | None:
+    """Return what the rounds cost the account that paid most, at least.
+
+    A release of client-level privacy costs the federation one event. Of record-level privacy only the number of
+    accepted updates is known for each round: some client sent at least their share of them.
+    """
+    privacy = config.privacy
+    if isinstance(privacy, NoPrivacy):
+        return None
+    accepted, released, names = 0, 0, set(mirror)
+    for record in _records(folder / "metrics.jsonl"):
+        accepted += int(_number(record.get("accepted")) or 0)
+        released += record.get("status") == "ok"
+        said = record.get("epsilon_by_client")
+        names |= set(said) if isinstance(said, Mapping) else set()
+    steps = released
+    if not isinstance(privacy, ClientPrivacy):
+        steps = -(-accepted // len(names)) * config.training.local_steps if names else 0
+    if steps < 1:
+        return None
+    report = epsilon_of(
+        event.times(steps), privacy.budget.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
+    )
+    return report.epsilon
+
+
+def _records(path: Path) -> list[Mapping[str, Any]]:
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # a cut last line is no round
+    return [object_of(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _largest(mirror: Mapping[str, Any], config: FedLoraConfig) -> float | None:
@@ -101,34 +156,25 @@ def hold_to_claim(verdict: Verdict, claim: RunClaim) -> Verdict:
     """Return the verdict of an attack on the run's mechanism, judged by what the run itself states too.
 
     The attacked steps are at most the run's, so a bound above the run's own epsilon breaks the run's claim, provided
-    that the bound is for a delta at least as large as the claim's.
+    that the attacked steps sample as the run's do and that the bound is for a delta at least as large as the claim's.
     """
     conditions = {
         **verdict.conditions,
         "epsilon_that_the_run_states": claim.epsilon,
         "epsilon_from_the_runs_events": claim.from_events,
+        "epsilon_from_the_runs_rounds": claim.from_rounds,
         "run_status": claim.status,
     }
     held = replace(verdict, conditions=conditions)
-    if claim.epsilon is None or verdict.claimed_epsilon is None or claim.epsilon >= verdict.claimed_epsilon:
+    if not verdict.samples_as_the_run or claim.epsilon is None:
+        return held
+    if verdict.claimed_epsilon is None or claim.epsilon >= verdict.claimed_epsilon:
         return held
     if verdict.delta is None or not (claim.counted_at <= verdict.delta):
         return held
     return replace(
         held, claimed_epsilon=claim.epsilon, verdict=judge(claim.epsilon, verdict.lower_bound, verdict.power)
     )
-
-
-def _object(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON; the file is damaged") from error
-    if not isinstance(found, Mapping):
-        raise DataError(f"{path}: a JSON object is needed")
-    return found
 
 
 def _number(value: Any) -> float | None:

@@ -32,6 +32,8 @@ class Verdict:
         delta: of claim and bound.
         conditions: unit, adjacency, adversary, accountant, sampling: what the figures mean.
         figures: further figures of the attack.
+        samples_as_the_run: whether records enter the attacked steps as they enter the run's. Where a canary stands in
+            every step, only the claim for such steps is tested, and not the run's own, amplified one.
     """
 
     attack: str
@@ -43,6 +45,7 @@ class Verdict:
     delta: float | None
     conditions: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
+    samples_as_the_run: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -55,6 +58,7 @@ class Verdict:
             "power": self.power,
             "required_power": REQUIRED_POWER,
             "delta": self.delta,
+            "samples_as_the_run": self.samples_as_the_run,
             "conditions": dict(self.conditions),
             "figures": dict(self.figures),
         }

@@ -9,6 +9,7 @@ import typer
 
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import AuditFailedError, ConfigError, UnsupportedCombinationError, WeakAuditError
+from fedlora.figures import at_least_digits, at_most_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ def audit(
         bench, chosen, repeats=repeats, canaries=canaries, trials=trials, quick=attack == "quick"
     )
     if folder is not None:
-        claim = read_claim(folder, bench.config)
+        claim = read_claim(folder, bench.config, bench.event)
         checks.append(claim.check())
         verdicts = [hold_to_claim(one, claim) for one in verdicts]
     place = output or folder
@@ -213,11 +214,13 @@ def _text(verdicts: list[Verdict], checks: list[SelfCheck], left_out: dict[str, 
     lines = [f"self-check: {one.name}: {'ok' if one.passed else 'FAILED'} ({one.detail})" for one in checks]
     for one in verdicts:
         claimed = (
-            "no privacy claimed" if one.claimed_epsilon is None else f"claimed {one.claimed_epsilon:.4g}"
+            "no privacy claimed"
+            if one.claimed_epsilon is None
+            else f"claimed epsilon {at_least_digits(one.claimed_epsilon)}"
         )
         power = "" if one.power is None else f", power at half the noise {one.power:.2f}"
         lines.append(
-            f"{one.attack}: {one.verdict}; lower bound {one.lower_bound:.4g} at confidence {one.confidence:g}, "
+            f"{one.attack}: {one.verdict}; lower bound {at_most_digits(one.lower_bound)} at confidence {one.confidence:g}, "
             f"{claimed}{power}, AUC {one.figures['auc']:.3f}"
         )
         lines += [f"  {key}: {value}" for key, value in one.conditions.items() if value not in (None, [])]

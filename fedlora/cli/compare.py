@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedlora.cli.report import AsJson, print_result
+from fedlora.figures import at_least_digits
 
 app = typer.Typer(add_completion=False)
 
@@ -33,4 +34,10 @@ def compare(
         print_result({"runs": rows, "report": None if output is None else str(output)}, True)
         return
     for row in rows:
-        typer.echo("  ".join(f"{key}={value}" for key, value in row.items()))
+        typer.echo("  ".join(f"{key}={_shown(key, value)}" for key, value in row.items()))
+
+
+def _shown(key: str, value: object) -> str:
+    """Return a figure for a terminal: an epsilon rounded up, and no control characters out of a run's files."""
+    text = at_least_digits(value, 6) if key == "epsilon" and isinstance(value, int | float) else str(value)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

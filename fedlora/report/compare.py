@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from fedlora.accounting.plot import svg
 from fedlora.report.conditions import conditions_line
-from fedlora.report.html import document, grid, note, section
+from fedlora.report.html import document, grid, note, section, upper
 from fedlora.report.run_data import RunData
+
+
+_TAKEN: Final = ("run", "status", "mechanism", "epsilon", "epsilon_means", "delta", "unit", "rounds", "audits")
+"""Names that no metric may replace."""
 
 
 def comparison(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return one row per run: mechanism, epsilon with its meaning, rounds, bytes, audits and every metric.
 
     Args:
-        runs: PUBLIC. Run folders, in the order to show.
+        runs: PUBLIC. Run folders, in the order to show. Of one that has not ended the epsilon is the one so far.
     """
     rows = []
     for run in runs:
-        statement = run.summary.get("statement") or {}
+        statement, metrics = run.statement, run.summary.get("metrics") or {}
         verdicts = {str(one.get("attack")): one.get("verdict") for one in run.audits}
         rows.append(
             {
                 "run": run.summary.get("run_id", run.path.name),
-                "status": run.summary.get("status"),
+                "status": run.summary.get("status", "not ended"),
                 "mechanism": statement.get("mechanism"),
-                "epsilon": run.summary.get("epsilon"),
+                "epsilon": run.epsilon,
                 "epsilon_means": conditions_line(statement),
                 "delta": statement.get("delta"),
                 "unit": statement.get("unit"),
@@ -36,11 +40,11 @@ def comparison(runs: Sequence[RunData]) -> list[dict[str, Any]]:
                 "adversary": statement.get("adversary"),
                 "accountant": statement.get("accountant"),
                 "sampling": statement.get("sampling_assumption"),
-                "rounds": run.summary.get("rounds"),
+                "rounds": run.summary.get("rounds", max((one["round"] for one in run.rounds), default=0)),
                 "bytes_up": sum(int(record.get("bytes_up") or 0) for record in run.rounds),
                 "seconds": (run.summary.get("seconds") or {}).get("total"),
                 "audits": "; ".join(f"{name}: {word}" for name, word in sorted(verdicts.items())) or "none",
-                **(run.summary.get("metrics") or {}),
+                **{name: value for name, value in metrics.items() if name not in _TAKEN},
             }
         )
     return rows
@@ -52,7 +56,7 @@ def render_comparison(runs: Sequence[RunData]) -> str:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
     table = grid(
         ["", *(str(row["run"]) for row in rows)],
-        [[k.replace("_", " "), *(r.get(k) for r in rows)] for k in keys],
+        [[k.replace("_", " "), *(upper(r.get(k)) if k == "epsilon" else r.get(k) for r in rows)] for k in keys],
     )
     text = "Epsilons compare only where unit, adjacency, adversary and delta are the same."
     parts = [section("Runs", note(text) + table), _curves(runs, rows)]

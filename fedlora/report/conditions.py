@@ -117,17 +117,22 @@ def conditions_line(statement: Mapping[str, Any]) -> str:
         ...                  "delta": 1e-05, "accountant": "best", "sampling_assumption": "no amplification"})
         'per one client, add_or_remove, delta 1e-05, against all but the server; accountant best; no amplification'
     """
-    if not statement or statement.get("privacy") == "none":
+    if statement.get("privacy") == "none":
         return "no privacy"
+    if not statement:
+        return "what it means is not stated"
     missing = "not stated"
-    delta = statement.get("delta")
     sampling = statement.get("sampling_assumption", statement.get("sampling", missing))
     line = (
         f"per {statement.get('unit', missing)}, {statement.get('adjacency', missing)}, "
-        f"delta {missing if delta is None else format(delta, 'g')}, against {statement.get('adversary', missing)}; "
+        f"delta {_delta(statement.get('delta'), missing)}, against {statement.get('adversary', missing)}; "
         f"accountant {statement.get('accountant', missing)}; {sampling}"
     )
     if "assumption" in statement:
         line += f"; assumed: {statement['assumption']}"
     said = str(statement.get("privacy", ""))
     return f"{said}; {line}" if said.startswith("NO PRIVACY") else line
+
+
+def _delta(value: Any, missing: str) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else missing if value is None else str(value)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from fedlora.accounting.plot import svg
 from fedlora.report.html import SHADES, escape, grid, note, section, slice_of
 from fedlora.report.run_data import RunData
+from fedlora.report.shapes import finite_number
 
 MOST_CURVES: Final = 6
 _CURVES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
@@ -30,12 +31,13 @@ PRIVATE_NOTE: Final = (
 )
 
 
-def charts(data: RunData, conditions: str) -> str:
+def charts(data: RunData, conditions: str, title_of_epsilon: str = "epsilon per client") -> str:
     """Return one chart for every figure that changes over rounds; a constant one is said in words.
 
     Args:
         data: the run's files.
         conditions: what its epsilon means, for the caption of that chart.
+        title_of_epsilon: headline of that chart.
     """
     drawn, constant = [], []
     names = sorted({name for record in data.rounds for name in (record.get("metrics") or {})})
@@ -47,7 +49,7 @@ def charts(data: RunData, conditions: str) -> str:
             drawn.append(f"<figure>{chart}</figure>")
         elif x:
             constant.append((title, int(y[0]) if y[0].is_integer() else y[0]))
-    budget = epsilon_chart(data)
+    budget = epsilon_chart(data, title_of_epsilon)
     if budget:
         drawn.insert(len(names), f"<figure>{budget}<figcaption>{escape(conditions)}</figcaption></figure>")
     rows = grid(("constant over rounds", "value"), constant) if constant else ""
@@ -69,7 +71,7 @@ def epsilon_curves(data: RunData) -> tuple[list[int], dict[str, list[float]]]:
     by_client: dict[str, list[float]] = {}
     for place, record in enumerate(r for r in data.rounds if r.get("epsilon_by_client")):
         for client, value in record["epsilon_by_client"].items():
-            if isinstance(value, int | float):
+            if finite_number(value) is not None:
                 curve = by_client.setdefault(client, [0.0] * len(rounds))
                 curve[place:] = [float(value)] * (len(rounds) - place)
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -86,15 +88,15 @@ def epsilon_curves(data: RunData) -> tuple[list[int], dict[str, list[float]]]:
     return rounds, named
 
 
-def epsilon_chart(data: RunData) -> str:
-    """Return epsilon per client over rounds, or the largest where no client's own figure is known."""
+def epsilon_chart(data: RunData, title: str = "epsilon per client") -> str:
+    """Return epsilon per client over rounds, or the run's where no client's own figure is known."""
     x, curves = epsilon_curves(data)
     if len(x) < 2:
         x, largest = data.series("epsilon")
-        curves = {"largest epsilon of a client": largest} if len(x) > 1 else {}
+        curves = {"epsilon": largest} if len(x) > 1 else {}
     if len(x) < 2:
         return ""
-    return svg("epsilon per client", "round", [float(one) for one in x], curves, y_label="epsilon")
+    return svg(title, "round", [float(one) for one in x], curves, y_label="epsilon")
 
 
 def rounds_table(data: RunData) -> str:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from fedlora.figures import at_least_digits, at_most_digits
+
 STYLE: Final = """
 :root{--ink:#1c2733;--soft:#5b6b7a;--line:#d9e0e6;--good:#2f7d4f;--bad:#b3372b;--paper:#fff;--tint:#f4f7f9}
 *{box-sizing:border-box}body{margin:0;font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--tint)}
@@ -40,6 +42,31 @@ SHADES: Final = (
 VERDICT_CLASS: Final = {"passed": "good", "failed": "bad"}
 
 
+class Upper(float):
+    """An upper bound, such as an epsilon: shown rounded up, never below its value."""
+
+
+class Lower(float):
+    """A lower bound, or what is left of a budget: shown rounded down."""
+
+
+def upper(value: Any) -> Any:
+    """Mark a number as an upper bound; whatever is no number stays as it is."""
+    return Upper(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def lower(value: Any) -> Any:
+    """Mark a number as a lower bound; whatever is no number stays as it is."""
+    return Lower(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def bounded(name: str, value: Any) -> Any:
+    """Mark a figure as the bound that its name says it is."""
+    if name in ("lower_bound", "one_run_bound", "left"):
+        return lower(value)
+    return upper(value) if "epsilon" in name else value
+
+
 def escape(value: Any) -> str:
     """Return text that cannot become markup."""
     return html.escape(str(value))
@@ -51,7 +78,11 @@ def number(value: Any, digits: int = 4) -> str:
         return "-" if value is None else escape(value)
     if isinstance(value, int):
         return f"{value:,}".replace(",", " ")
-    return f"{value:.{digits}g}" if math.isfinite(value) else "infinite"
+    if not math.isfinite(value):
+        return "infinite"
+    if isinstance(value, Upper):
+        return at_least_digits(value, digits)
+    return at_most_digits(value, digits) if isinstance(value, Lower) else f"{value:.{digits}g}"
 
 
 def section(title: str, body: str) -> str:
@@ -78,7 +109,7 @@ def table_of(values: Mapping[str, Any]) -> str:
         elif isinstance(value, Sequence) and not isinstance(value, str):
             shown = "<br>".join(number(one, 6) for one in value) or "-"
         else:
-            shown = number(value, 6)
+            shown = number(bounded(str(name), value), 6)
         rows.append(f"<tr><th>{escape(str(name).replace('_', ' '))}</th><td>{shown}</td></tr>")
     return f"<table>{''.join(rows)}</table>"
 
@@ -116,7 +147,7 @@ def document(title: str, parts: Sequence[str], data: Any) -> str:
         data: JSON-ready values, embedded unrounded as the element `#data`.
     """
     embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return (
+    page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -124,3 +155,4 @@ def document(title: str, parts: Sequence[str], data: Any) -> str:
         + "".join(part for part in parts if part)
         + f'</main><script type="application/json" id="data">{embedded}</script></body></html>\n'
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair can be told, but not written

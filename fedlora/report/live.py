@@ -107,12 +107,16 @@ def _row(record: Mapping[str, Any], names: list[str]) -> list[str]:
         "start" if start else str(record.get("round")),
         "" if start else f"{record.get('accepted')}/{record.get('asked')}",
         *(f"{metrics[name]:.4f}" if name in metrics else "" for name in names),
-        _figure(record.get("epsilon"), ".4f"),
+        _epsilon(record.get("epsilon")),
         _figure(record.get("residual"), ".2g"),
         "" if start else _figure((record.get("bytes_up") or 0) / 1e6, ".3g"),
         _figure(sum(float(value) for value in seconds.values()), ".2f"),
         said,
     ]
+
+
+def _epsilon(value: Any) -> str:
+    return at_least(value) if isinstance(value, int | float) else str(value or "")
 
 
 def _figure(value: Any, form: str) -> str:

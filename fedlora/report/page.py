@@ -11,7 +11,19 @@ from typing import Any
 
 from fedlora.report.conditions import conditions_line
 from fedlora.report.figures import charts, partition, round_seconds, rounds_table, time_split, time_totals
-from fedlora.report.html import details, document, escape, grid, note, number, section, table_of
+from fedlora.report.html import (
+    bounded,
+    details,
+    document,
+    escape,
+    grid,
+    lower,
+    note,
+    number,
+    section,
+    table_of,
+    upper,
+)
 from fedlora.report.risks import risk_rows, risks
 from fedlora.report.run_data import RunData
 
@@ -25,7 +37,7 @@ def render(data: RunData) -> str:
     parts = [
         _headline(data),
         _privacy(data),
-        charts(data, _conditions(data)),
+        charts(data, _conditions(data), "epsilon" if _client_level(data) else "epsilon per client"),
         section("Where the time went", time_split(data)),
         details("Rounds: who took part, refused or failed", rounds_table(data)),
         _clients(data),
@@ -55,8 +67,13 @@ def embedded_data(data: RunData) -> dict[str, Any]:
 
 
 def derived(data: RunData) -> dict[str, Any]:
-    """Return what the page computes from the run's files: sums over rounds, and each client's steps and budget left."""
+    """Return what the page computes from the run's files.
+
+    Sums over rounds, each client's steps and budget left; of a run that did not end, epsilon so far and what it means.
+    """
     return {
+        "epsilon": data.epsilon,
+        "statement": dict(data.statement),
         "bytes_up": sum(int(record.get("bytes_up") or 0) for record in data.rounds),
         "bytes_down": sum(int(record.get("bytes_down") or 0) for record in data.rounds),
         "seconds": time_totals(data.rounds),
@@ -70,28 +87,35 @@ def derived(data: RunData) -> dict[str, Any]:
     }
 
 
-def _statement(data: RunData) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = data.summary.get("statement") or {}
-    return found
-
-
 def _conditions(data: RunData) -> str:
-    return conditions_line(_statement(data))
+    return conditions_line(data.statement)
+
+
+def _client_level(data: RunData) -> bool:
+    return data.statement.get("unit") == "one client"
+
+
+def _whose(data: RunData) -> str:
+    """Return what the run's epsilon is called."""
+    name = "epsilon of the federation" if _client_level(data) else "largest epsilon of a client"
+    return name if data.ended else f"{name}, so far"
 
 
 def _headline(data: RunData) -> str:
     summary, sums = data.summary, derived(data)
     cards = {"status": summary.get("status"), "rounds": summary.get("rounds")}
     cards.update({str(name): value for name, value in (summary.get("metrics") or {}).items()})
-    epsilon = summary.get("epsilon")
-    cards["largest epsilon of a client"] = "no privacy" if epsilon is None else epsilon
+    unknown = "not known" if data.private else "no privacy"
+    cards[_whose(data)] = unknown if data.epsilon is None else upper(data.epsilon)
     cards["bytes up"], cards["bytes down"] = sums["bytes_up"], sums["bytes_down"]
     cards["refusals"], cards["failures"] = sums["refusals"], sums["failures"]
     body = "".join(
         f'<div class="card"><span class="soft">{escape(name)}</span><b>{number(value)}</b></div>'
         for name, value in cards.items()
     )
-    said = "" if epsilon is None else note(f"epsilon {number(epsilon)}: {_conditions(data)}")
+    said = (
+        "" if data.epsilon is None else note(f"epsilon {number(upper(data.epsilon))}: {_conditions(data)}")
+    )
     warnings = "".join(f'<p class="bad">{escape(one)}</p>' for one in _warnings(data))
     return f'<section><div class="cards">{body}</div>{said}{warnings}</section>'
 
@@ -103,8 +127,8 @@ def _warnings(data: RunData) -> list[str]:
             "summary.json is missing: the run has not ended, or was killed; figures are those so far"
         )
     if "error" in data.summary:
-        found.append(f"the run ended with {data.summary['error']}")
-    if _statement(data).get("unit") == "one client":
+        found.append(f"the run ended with {data.summary['error']}: {data.summary.get('message', '')}")
+    if _client_level(data):
         found.append(
             "This page says who took part. Under client-level privacy with sampled clients the guarantee assumes "
             "that only the server sees this: do not hand it on."
@@ -117,15 +141,16 @@ def _warnings(data: RunData) -> list[str]:
 
 def _privacy(data: RunData) -> str:
     """Unit, adjacency, adversary, delta, accountant and assumptions, next to the epsilon."""
-    statement = _statement(data)
-    if data.summary.get("epsilon") is None:
-        text = (
-            "This run has no privacy guarantee."
-            if data.summary
-            else "No epsilon is known: the run has no summary."
-        )
-        return section("Privacy", f'<p class="bad">{text}</p>' + table_of(statement))
-    rows = {"epsilon (largest over clients)": data.summary["epsilon"], **statement}
+    if data.epsilon is None:
+        text = "This run has no privacy guarantee."
+        if data.private:
+            text = (
+                "This run states no epsilon: take it as one that has no privacy guarantee."
+                if data.ended
+                else "No epsilon is known: no round has said one yet. What it would mean:"
+            )
+        return section("Privacy", f'<p class="bad">{text}</p>' + table_of(data.statement))
+    rows = {_whose(data): data.epsilon, **data.statement}
     conditions = sorted(
         {str(one) for account in data.accounts().values() for one in account.get("conditions") or ()}
     )
@@ -140,7 +165,7 @@ def client_rows(data: RunData) -> list[list[Any]]:
     What is left comes from the clients' ledger where the run folder has it (simulations), else from the run's terms.
     """
     accounts, rows = data.accounts(), []
-    budget = (_statement(data).get("budget") or {}).get("epsilon")
+    budget = (data.statement.get("budget") or {}).get("epsilon")
     for client in sorted({*data.clients, *accounts}):
         entry, account = data.clients.get(client) or {}, accounts.get(client) or {}
         said = entry.get("epsilon_reported")
@@ -148,9 +173,8 @@ def client_rows(data: RunData) -> list[list[Any]]:
         if not account and isinstance(allowed, int | float) and isinstance(said, int | float):
             left = max(0.0, allowed - said)
         steps = sum(int(one.get("steps") or 0) for one in entry.get("events") or ())
-        rows.append(
-            [client, steps, account.get("epsilon", said), entry.get("epsilon_from_events"), allowed, left]
-        )
+        spent = account.get("epsilon", said)
+        rows.append([client, steps, spent, entry.get("epsilon_from_events"), allowed, left])
     return rows
 
 
@@ -158,19 +182,26 @@ def _clients(data: RunData) -> str:
     rows = client_rows(data)
     if not rows:
         return ""
+    whose = "the server's ledger, of all clients together," if _client_level(data) else "the client's own ledger"
     text = (
-        "The reported figure is from the client's own ledger and binds; it may include earlier runs over the same "
+        f"The reported figure is from {whose} and binds; it may include earlier runs over the same "
         f"data. The recomputed one counts this run's events as the server saw them. Epsilon: {_conditions(data)}."
     )
     heads = ("client", "steps", "epsilon, its ledger", "epsilon, recomputed", "budget", "budget left")
-    return section("Clients", note(text) + grid(heads, rows))
+    if _client_level(data):
+        heads = ("account", "rounds", *heads[2:])
+    shown = [
+        [client, steps, upper(said), upper(counted), budget, lower(left)]
+        for client, steps, said, counted, budget, left in rows
+    ]
+    return section("Federation" if _client_level(data) else "Clients", note(text) + grid(heads, shown))
 
 
 def _audits(data: RunData) -> str:
     if not data.audits:
         return section("Audits", note("This run was not audited; fedlora audit RUN attacks its mechanism."))
     columns = ("attack", "verdict", "claimed_epsilon", "lower_bound", "confidence", "power", "delta")
-    rows = [[audit.get(key) for key in columns] for audit in data.audits]
+    rows = [[bounded(key, audit.get(key)) for key in columns] for audit in data.audits]
     table = grid([key.replace("_", " ") for key in columns], rows)
     means = "".join(note(f"{audit.get('attack', 'audit')}: {_meaning(audit)}") for audit in data.audits)
     more = "".join(

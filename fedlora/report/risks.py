@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedlora.accounting import pave
-from fedlora.report.html import grid, note, section
+from fedlora.report.html import grid, note, section, upper
 from fedlora.report.run_data import RunData
+from fedlora.report.shapes import finite_number
 
 ASSUMPTIONS: Final = (
     "Each figure bounds the growth of the advantage at telling two neighbouring data sets apart (0 none, 1 complete), "
@@ -34,7 +35,7 @@ def risk_rows(data: RunData) -> list[dict[str, Any]]:
     for one in data.specifications.get("specifications") or ():
         if not isinstance(one, Mapping):
             continue
-        epsilon, delta = _epsilon(one.get("epsilon")), float(one.get("delta") or 1.0)
+        epsilon, delta = _epsilon(one.get("epsilon")), finite_number(one.get("delta")) or 1.0
         known = math.isfinite(epsilon) and 0.0 < delta < 1.0
         paper = pave.risk_bound(epsilon, delta) if known else 1.0
         tight = pave.risk_bound_tight(epsilon, delta) if known else 1.0
@@ -46,8 +47,8 @@ def risk_rows(data: RunData) -> list[dict[str, Any]]:
 
 def _epsilon(value: Any) -> float:
     """Return a stated epsilon; whatever is no finite number >= 0 is infinite."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if plain and math.isfinite(value) and value >= 0 else math.inf
+    found = finite_number(value)
+    return found if found is not None and found >= 0 else math.inf
 
 
 def risks(data: RunData) -> str:
@@ -55,11 +56,12 @@ def risks(data: RunData) -> str:
     rows = risk_rows(data)
     if not rows:
         return ""
-    heads = ("client", "specification", "epsilon", "delta", "per", "relation", "disclosure and amplification, at most",
+    heads = ("client", "specification", "epsilon", "delta", "per", "relation", "accountant", "disclosure and amplification, at most",
              "the paper's bound", "a guess improves by at most")  # fmt: skip
     table = grid(heads, [
-        [one.get("client"), one.get("name"), one.get("epsilon"), one.get("delta"), one.get("unit"),
-         one.get("adjacency"), one["risk_tight"], one["risk_paper"], one["gain_increase"]]
+        [one.get("client"), one.get("name"), upper(one.get("epsilon")), one.get("delta"), one.get("unit"),
+         one.get("adjacency"), one.get("accountant"), upper(one["risk_tight"]), upper(one["risk_paper"]), upper(one["gain_increase"])]
         for one in rows
     ])  # fmt: skip
-    return section("Risks of the specifications", table + "".join(note(text) for text in ASSUMPTIONS))
+    meant = sorted({f"Against {one.get('adversary')}; sampling: {one.get('sampling')}." for one in rows})
+    return section("Risks of the specifications", table + "".join(note(text) for text in meant) + "".join(note(text) for text in ASSUMPTIONS))

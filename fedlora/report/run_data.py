@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import DataError
+from fedlora.config import load_config
+from fedlora.errors import DataError, FedLoraError
+from fedlora.files import object_of, read_object
+from fedlora.report import shapes
+from fedlora.report.conditions import conditions_of
 
 Json = Mapping[str, Any]
 
@@ -24,7 +29,8 @@ class RunData:
         config: text of the resolved `config.yaml`.
         environment: `environment.json`.
         clients: `ledger-mirror.json` (the mirror's table), client to its events and figures.
-        ledger: `ledger.json` of a simulation: the clients' own accounts with what is left of their budgets.
+        ledger: `ledger.json`: the accounts that this machine keeps, with what is left of their budgets: in a
+            simulation the clients', under client-level privacy the federation's.
         audits: `audit*.json`, verdicts of attacks.
         partition: `partition.json` of a simulation: client to records per label, if it was written.
         specifications: `specifications.json`: what the clients paid for specifications, if they did.
@@ -41,8 +47,38 @@ class RunData:
     partition: Json | None
     specifications: Json = field(default_factory=dict)
 
+    @cached_property
+    def statement(self) -> Json:
+        """What the run's epsilon means: as it says itself, while it has not ended as its configuration says."""
+        said: Json | None = self.summary.get("statement")
+        if said is not None:
+            return said
+        try:
+            return conditions_of(load_config(self.path / "config.yaml"))
+        except (FedLoraError, OSError):
+            return {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run says itself what it cost; one that failed or was killed does not."""
+        return "epsilon" in self.summary
+
+    @property
+    def epsilon(self) -> float | str | None:
+        """The run's epsilon; of a run that does not say it, the largest that its rounds say."""
+        if self.ended:
+            said: float | str | None = self.summary["epsilon"]
+            return said
+        known = [record["epsilon"] for record in self.rounds if record.get("epsilon") is not None]
+        return max(known, key=float, default=None)
+
+    @property
+    def private(self) -> bool:
+        """Whether a guarantee is claimed at all."""
+        return self.statement.get("privacy", "none" if self.epsilon is None else "") != "none"
+
     def accounts(self) -> dict[str, Json]:
-        """Return client to its ledger's account; empty where the run folder has no ledger (deployments)."""
+        """Return client to its ledger's account; empty where the run folder has none (deployments)."""
         found = self.ledger.get("accounts") or ()
         return {str((one.get("account") or {}).get("client")): one for one in found}
 
@@ -56,7 +92,7 @@ class RunData:
             value: Any = record
             for key in keys:
                 value = value.get(key) if isinstance(value, Mapping) else None
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float) and math.isfinite(value):
                 found[0].append(int(record["round"]))
                 found[1].append(float(value))
         return found
@@ -66,42 +102,46 @@ def read_run(path: Path) -> RunData:
     """Read a run folder.
 
     Raises:
-        DataError: if it is not one, or a file is damaged (names the file).
+        DataError: if it is not one, or a file is damaged (names the file and what is wrong in it).
     """
     if not (path / "metrics.jsonl").is_file():
         raise DataError(f"{path} is not a run folder: metrics.jsonl is missing; give the folder of a run")
-    rounds: list[Json] = []
-    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            rounds.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
-                break  # a killed run's last line may be cut
-            raise DataError(f"{path}/metrics.jsonl, line {number}: not JSON; the file is damaged") from error
-    audits = [_read(file) for file in sorted(path.glob("audit*.json"))]
-    config = path / "config.yaml"
+
+    def read(name: str, shape: shapes.Shape) -> Json:
+        found = read_object(path / name)
+        shapes.require(found, shape, str(path / name))
+        return found
+
     return RunData(
         path=path,
-        summary=_read(path / "summary.json"),
-        rounds=rounds,
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
-        environment=_read(path / "environment.json"),
-        clients=_read(path / "ledger-mirror.json"),
-        ledger=_read(path / "ledger.json"),
-        audits=audits,
-        partition=_read(path / "partition.json") or None,
-        specifications=_read(path / "specifications.json"),
+        summary=read("summary.json", shapes.SUMMARY),
+        rounds=_rounds(path / "metrics.jsonl"),
+        config=_text(path / "config.yaml"),
+        environment=read("environment.json", shapes.ANYTHING),
+        clients=read("ledger-mirror.json", shapes.MIRROR),
+        ledger=read("ledger.json", shapes.LEDGER),
+        audits=[read(file.name, shapes.AUDIT) for file in sorted(path.glob("audit*.json")) if file.is_file()],
+        partition=read("partition.json", shapes.PARTITION) or None,
+        specifications=read("specifications.json", shapes.SPECIFICATIONS),
     )
 
 
-def _read(file: Path) -> Json:
-    if not file.is_file():
-        return {}
+def _rounds(file: Path) -> list[Json]:
+    """Return the records of `metrics.jsonl`; a killed run's last line may be cut and is left out."""
+    rounds: list[Json] = []
+    whole, _, cut = file.read_bytes().rpartition(b"\n")
+    lines = whole.split(b"\n") if whole else []
+    for number, line in enumerate(lines, 1):
+        record = object_of(line, f"{file}, line {number}")
+        shapes.require(record, shapes.ROUND, f"{file}, line {number}")
+        rounds.append(record)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file}: not JSON; the file is damaged") from error
-    if not isinstance(content, Mapping):
-        raise DataError(f"{file}: a JSON object is needed")
-    return content
+        last = object_of(cut, str(file))
+    except DataError:
+        return rounds
+    shapes.require(last, shapes.ROUND, f"{file}, last line")
+    return [*rounds, last]
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""

@@ -28,7 +28,8 @@ def paid_specifications(ledger: Ledger, dataset: str, clients: Collection[str]) 
     for account in ledger.accounts_of_runs(RUN_PREFIX):
         if account.dataset != dataset or account.client not in clients:
             continue
-        terms = ledger.report(account, with_rounds=False).budget
+        stated = ledger.report(account, with_rounds=False)
+        terms = stated.budget
         releases: dict[str, list[RoundRow]] = {}
         for row in ledger.rounds(account):
             if row.run_id.startswith(RUN_PREFIX) and row.steps_charged > 0:
@@ -48,5 +49,7 @@ def paid_specifications(ledger: Ledger, dataset: str, clients: Collection[str]) 
                 "unit": terms.unit,
                 "adjacency": str(report.adjacency),
                 "accountant": report.accountant,
+                "adversary": stated.adversary,
+                "sampling": stated.sampling_assumption,
             })  # fmt: skip
     return found
