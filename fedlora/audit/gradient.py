@@ -1,10 +1,11 @@
 """Gradient-canary audit: the mechanism's own clip and noise, attacked by somebody who knows everything but coins.
 
-Each canary enters its client's data by a fair coin, and each step by the Poisson coin; where persons are protected it is
-a person with as many records as one may have, all with the same gradient, and each record has a Poisson coin. The auditor reads every noised
-release, as a server does, and calls those canaries members whose likelihood ratio is above a threshold that was
-fixed before. Canaries are orthogonal and flip their own coins, so each one is a trial of its own as long as the
-noise of different coordinates is independent. `one_run_bound` in the figures is weaker and needs no such assumption.
+Each canary enters its client's data by a fair coin, and each step by the Poisson coin. Where persons are protected it
+is a person with as many records as one may have, all with the same gradient, and each record has a Poisson coin of its
+own. The auditor reads every noised release, as a server does, and calls those canaries members whose likelihood ratio
+is above a threshold that was fixed before. Canaries are orthogonal and flip their own coins, so each one is a trial of
+its own as long as the noise of different coordinates is independent. `one_run_bound` in the figures is weaker and needs
+no such assumption.
 
 Source: Nasr et al., "Tight Auditing of Differentially Private Machine Learning", arXiv:2302.07956v1 (Dirac canaries);
     Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", arXiv:2305.08846v1.

@@ -94,9 +94,7 @@ def _stated(summary: Mapping[str, Any], statement: Mapping[str, Any], config: Fe
     return max(stated, _number(statement.get("epsilon_from_this_runs_events")) or 0.0)
 
 
-def _of_rounds(
-    folder: Path, mirror: Mapping[str, Any], config: FedLoraConfig, event: Event
-) -> float | None:
+def _of_rounds(folder: Path, mirror: Mapping[str, Any], config: FedLoraConfig, event: Event) -> float | None:
     """Return what the rounds cost the account that paid most, at least.
 
     A release of client-level privacy costs the federation one event. Of record-level privacy only the number of

@@ -220,8 +220,8 @@ def _text(verdicts: list[Verdict], checks: list[SelfCheck], left_out: dict[str, 
         )
         power = "" if one.power is None else f", power at half the noise {one.power:.2f}"
         lines.append(
-            f"{one.attack}: {one.verdict}; lower bound {at_most_digits(one.lower_bound)} at confidence {one.confidence:g}, "
-            f"{claimed}{power}, AUC {one.figures['auc']:.3f}"
+            f"{one.attack}: {one.verdict}; lower bound {at_most_digits(one.lower_bound)} at confidence "
+            f"{one.confidence:g}, {claimed}{power}, AUC {one.figures['auc']:.3f}"
         )
         lines += [f"  {key}: {value}" for key, value in one.conditions.items() if value not in (None, [])]
         if one.delta:

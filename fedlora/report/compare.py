@@ -12,8 +12,17 @@ from fedlora.report.conditions import conditions_line
 from fedlora.report.html import document, grid, note, section, upper
 from fedlora.report.run_data import RunData
 
-
-_TAKEN: Final = ("run", "status", "mechanism", "epsilon", "epsilon_means", "delta", "unit", "rounds", "audits")
+_TAKEN: Final = (
+    "run",
+    "status",
+    "mechanism",
+    "epsilon",
+    "epsilon_means",
+    "delta",
+    "unit",
+    "rounds",
+    "audits",
+)
 """Names that no metric may replace."""
 
 
@@ -56,7 +65,10 @@ def render_comparison(runs: Sequence[RunData]) -> str:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
     table = grid(
         ["", *(str(row["run"]) for row in rows)],
-        [[k.replace("_", " "), *(upper(r.get(k)) if k == "epsilon" else r.get(k) for r in rows)] for k in keys],
+        [
+            [k.replace("_", " "), *(upper(r.get(k)) if k == "epsilon" else r.get(k) for r in rows)]
+            for k in keys
+        ],
     )
     text = "Epsilons compare only where unit, adjacency, adversary and delta are the same."
     parts = [section("Runs", note(text) + table), _curves(runs, rows)]

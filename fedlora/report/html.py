@@ -155,4 +155,6 @@ def document(title: str, parts: Sequence[str], data: Any) -> str:
         + "".join(part for part in parts if part)
         + f'</main><script type="application/json" id="data">{embedded}</script></body></html>\n'
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair can be told, but not written
+    return page.encode("utf-8", "replace").decode(
+        "utf-8"
+    )  # half a surrogate pair can be told, but not written

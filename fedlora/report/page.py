@@ -113,9 +113,7 @@ def _headline(data: RunData) -> str:
         f'<div class="card"><span class="soft">{escape(name)}</span><b>{number(value)}</b></div>'
         for name, value in cards.items()
     )
-    said = (
-        "" if data.epsilon is None else note(f"epsilon {number(upper(data.epsilon))}: {_conditions(data)}")
-    )
+    said = "" if data.epsilon is None else note(f"epsilon {number(upper(data.epsilon))}: {_conditions(data)}")
     warnings = "".join(f'<p class="bad">{escape(one)}</p>' for one in _warnings(data))
     return f'<section><div class="cards">{body}</div>{said}{warnings}</section>'
 
@@ -182,7 +180,9 @@ def _clients(data: RunData) -> str:
     rows = client_rows(data)
     if not rows:
         return ""
-    whose = "the server's ledger, of all clients together," if _client_level(data) else "the client's own ledger"
+    whose = (
+        "the server's ledger, of all clients together," if _client_level(data) else "the client's own ledger"
+    )
     text = (
         f"The reported figure is from {whose} and binds; it may include earlier runs over the same "
         f"data. The recomputed one counts this run's events as the server saw them. Epsilon: {_conditions(data)}."

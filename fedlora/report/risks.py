@@ -56,12 +56,15 @@ def risks(data: RunData) -> str:
     rows = risk_rows(data)
     if not rows:
         return ""
-    heads = ("client", "specification", "epsilon", "delta", "per", "relation", "accountant", "disclosure and amplification, at most",
-             "the paper's bound", "a guess improves by at most")  # fmt: skip
+    heads = ("client", "specification", "epsilon", "delta", "per", "relation", "accountant",
+             "disclosure and amplification, at most", "the paper's bound",
+             "a guess improves by at most")  # fmt: skip
     table = grid(heads, [
         [one.get("client"), one.get("name"), upper(one.get("epsilon")), one.get("delta"), one.get("unit"),
-         one.get("adjacency"), one.get("accountant"), upper(one["risk_tight"]), upper(one["risk_paper"]), upper(one["gain_increase"])]
+         one.get("adjacency"), one.get("accountant"),
+         upper(one["risk_tight"]), upper(one["risk_paper"]), upper(one["gain_increase"])]
         for one in rows
     ])  # fmt: skip
     meant = sorted({f"Against {one.get('adversary')}; sampling: {one.get('sampling')}." for one in rows})
-    return section("Risks of the specifications", table + "".join(note(text) for text in meant) + "".join(note(text) for text in ASSUMPTIONS))
+    notes = "".join(note(text) for text in (*meant, *ASSUMPTIONS))
+    return section("Risks of the specifications", table + notes)

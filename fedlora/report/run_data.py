@@ -75,7 +75,8 @@ class RunData:
     @property
     def private(self) -> bool:
         """Whether a guarantee is claimed at all."""
-        return self.statement.get("privacy", "none" if self.epsilon is None else "") != "none"
+        said = self.statement.get("privacy", "none" if self.epsilon is None else "stated")
+        return bool(said != "none")
 
     def accounts(self) -> dict[str, Json]:
         """Return client to its ledger's account; empty where the run folder has none (deployments)."""
