@@ -198,10 +198,10 @@ def test_h28_a_conversation_of_any_size_is_encoded_in_bounded_time_as_if_it_were
         ids, labels, list(opening), messages[last]["content"], True
     )
     huge = [{**each, "content": each["content"] * (size // len(each["content"]))} for each in messages[:4]]
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(task.encode({"messages": huge}).input_ids) == 32
     assert len(task.encode({"messages": messages * 100}).input_ids) == 32
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
 
 
 def test_generation_stops_at_the_templates_end_even_if_every_response_was_cut() -> None:

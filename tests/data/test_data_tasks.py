@@ -151,9 +151,9 @@ def test_h28_overlong_records_are_cut_to_the_window_and_counted(task: str) -> No
             }
             for n, text in enumerate(texts)
         ]
-    start = time.perf_counter()
+    start = time.process_time()
     records = [built.encode(row) for row in rows]
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert [len(record.input_ids) for record in records[:2]] == [64, 64]
     assert encode_report(records).cut == (1 if task == "token-classification" else 2)
     assert torch.isfinite(built.per_record_loss(model, built.collate(records))).all()

@@ -240,11 +240,11 @@ def test_silent_connections_do_not_block_others(place: Path) -> None:
 def test_one_request_costs_little(place: Path) -> None:
     service = start(place, Echo())
     packet = Packet({}, {"a": np.zeros(250_000, np.float32)})
-    began = time.monotonic()
+    began = time.process_time()  # the service answers from a thread of this process
     for _ in range(5):
         client(place).exchange(packet)
     service.stop()
-    assert (time.monotonic() - began) / 5 < 0.2
+    assert (time.process_time() - began) / 5 < 0.2
     assert len(encode_packet(packet)) > 1_000_000
 
 
