@@ -72,20 +72,25 @@ def ensure_token(path: Path, group: str | None = None) -> bytes:
         DeploymentError: if it cannot be made.
     """
     if not path.exists():
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "wb") as stream:
+                if group is not None:
+                    os.fchown(handle, -1, group_id(group))
+                    os.fchmod(handle, 0o640)
                 stream.write(secrets.token_bytes(TOKEN_BYTES))
                 stream.flush()
-                os.fsync(stream.fileno())
-            if group is not None:
-                os.chown(path, -1, group_id(group))
-                os.chmod(path, 0o640)
+                os.fsync(handle)
+            os.link(temporary, path)  # whole or not there: a relay may be looking; fails if it exists by now
         except FileExistsError:
             pass
         except OSError as error:
             raise DeploymentError(f"trainer token {path}: cannot be made ({error.strerror})") from None
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
     return load_token(path)
 
 

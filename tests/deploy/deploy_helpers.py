@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -16,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ports import reserved_port
+
 from fedlora.cli import keyring, pki
-from fedlora.cli.processes import end_all, free_port
+from fedlora.cli.processes import end_all
 from fedlora.procfs import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +138,7 @@ class Federation:
     replies: int = 2
     sites: tuple[str, ...] = ("site-a", "site-b", "site-c")
     wards: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=reserved_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def make(self) -> Federation:
@@ -245,19 +248,20 @@ class Federation:
     def rounds_done(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""
         found = sorted((self.root / "runs").glob("*/metrics.jsonl")) if (self.root / "runs").exists() else []
-        lines = found[-1].read_text().splitlines() if found else []
-        return [json.loads(line) for line in lines]
+        return whole_records(found[-1]) if found else []
 
     def kill(self, name: str) -> None:
         """End one command and everything below it with SIGKILL, as a power cut does."""
         process = self.processes[name]
-        family = [process.pid, *descendants(process.pid)]
+        family: dict[int, None] = {}
+        # Held first: what starts between a look and a kill would live on without a parent.
+        while new := [pid for pid in (process.pid, *descendants(process.pid)) if pid not in family]:
+            for pid in new:
+                _signal(pid, signal.SIGSTOP)
+            family |= dict.fromkeys(new)
         for pid in family:
-            try:
-                os.kill(pid, 9)
-            except ProcessLookupError:
-                continue
-        process.wait(10)
+            _signal(pid, signal.SIGKILL)
+        process.wait(60)
 
     def stop(self) -> None:
         """End everything."""
@@ -274,6 +278,17 @@ class Federation:
             for file in place.iterdir():
                 file.unlink()
             place.rmdir()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def whole_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSON-lines file that another process is writing: a line counts once it has its end."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 class Wire:

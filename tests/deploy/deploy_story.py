@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sqlite3
 import subprocess
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deploy_helpers import Federation, wait_for, write_model
+from deploy_helpers import Federation, wait_for, whole_records, write_model
 from deploy_netns import Door, Network, SlowWire
 
 from fedlora.cli import pki
@@ -127,9 +126,8 @@ class Story:
 
     def audit(self, site: str) -> list[dict[str, Any]]:
         """The rounds in a site's audit log."""
-        path = self.made.root / site / "audit.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [entry for entry in map(json.loads, lines) if entry["what"] == "round"]
+        entries = whole_records(self.made.root / site / "audit.jsonl")
+        return [entry for entry in entries if entry["what"] == "round"]
 
     def trained(self, site: str, number: int) -> bool:
         """Whether a site has answered a round."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from deploy_helpers import Federation, Wire, wait_for
+from deploy_helpers import Federation, Wire, wait_for, whole_records
 
 from fedlora.ledger import Account, load_secret, open_ledger
 
@@ -17,10 +17,7 @@ ROUNDS = 7
 
 def audited(federation: Federation, site: str) -> list[int]:
     """The rounds that a site's trainer has answered, repetitions included."""
-    path = federation.root / site / "audit.jsonl"
-    if not path.exists():
-        return []
-    entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    entries = whole_records(federation.root / site / "audit.jsonl")
     return [entry["round"] for entry in entries if entry["what"] == "round"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import ssl
 import threading
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import dp_accounting
 import pytest
-from deploy_helpers import Federation, free_port, wait_for
+from deploy_helpers import Federation, wait_for
 from dp_accounting import pld
+from ports import reserved_port
 
 from fedlora.cli import keyring, pki
 from fedlora.config import load_config
@@ -23,7 +25,7 @@ from fedlora.ledger import Account, load_secret, open_ledger
 
 SIGMA, RATE, STEPS, DELTA = 1.25, 8 / 64, 2, 1e-4
 WARDS = ("ward-1", "ward-2")
-HEALTH = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
+HEALTH = tuple(f"127.0.0.1:{reserved_port()}" for _ in range(2))
 """Metrics addresses of the server and of site-a's trainer."""
 SKEWED_CLOCK = """\
 import datetime as d
@@ -122,7 +124,7 @@ def watch(over: threading.Event) -> None:
     """Keep the metrics pages of the server and of site-a's trainer, and what they say of being ready."""
     while not over.wait(0.1):
         found = {}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, http.client.HTTPException):  # not there yet, or no more
             for name, address in zip(("server", "trainer"), HEALTH, strict=True):
                 for key, path in ((name, "metrics"), (f"{name} ready", "readyz")):
                     with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as answer:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from deploy_helpers import ROOT, free_port
+from deploy_helpers import ROOT
+from ports import reserved_port
 
 RUNBOOK = ROOT / "docs" / "deployment.md"
 
@@ -62,7 +63,7 @@ def test_the_preparation_works_as_it_is_written(tmp_path: Path) -> None:
 def test_the_whole_runbook_trains_a_federation(tmp_path: Path) -> None:
     assert execute(blocks("runbook"), tmp_path, 500).returncode == 0
     home = tmp_path / "federation"
-    port = str(free_port())
+    port = str(reserved_port())
     start = blocks("start").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     rest = "federation.rounds=2 deployment.expected_clients=3"
     server = f"fedlora server run.yaml {rest} --port {port} "
