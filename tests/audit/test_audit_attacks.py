@@ -28,7 +28,8 @@ from fedlora.training import drawing, selfcheck
 from fedlora.training.cohort import CohortEngine
 
 HALF = partial(ScaledNoise, 0.5, OsNoise())
-CANARIES = 40_000
+CANARIES = 100_000
+"""Half the noise lies six deviations of the bound and more above the claim; with 40 000 it was three to four."""
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,9 @@ def test_the_filter_has_the_stated_mean_and_variance(model, case):
     found, strength = basis.filtered(state, mechanism.noise(state, clipped, [OsNoise()] * clients))
     rest = (found - strength).numpy().ravel()
     error = 1.0 / np.sqrt(len(rest))
-    assert abs(rest.mean()) < 5 * error
-    assert abs(rest.var() - 1.0) < 5 * np.sqrt(2.0) * error
-    assert 5 * error < 0.05  # a mean or deviation that is 5 % off would be seen
+    assert abs(rest.mean()) < 5.5 * error  # the noise differs every time: 1 in 10 million by chance
+    assert abs(rest.var() - 1.0) < 5.5 * np.sqrt(2.0) * error
+    assert 5.5 * error < 0.05  # a mean or deviation that is 5 % off would be seen
 
 
 def test_canaries_need_record_level_noise(model):
