@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import reserved_port
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
@@ -29,10 +30,8 @@ DIMENSION = 1024
 
 @contextmanager
 def serving(folder: Path, **options: str):
-    """Start `fedlora dock serve` on a free loopback port; yield (port, process)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Start `fedlora dock serve` on a loopback port of its own; yield (port, process)."""
+    port = reserved_port()
     command = [
         str(Path(sys.executable).with_name("fedlora")),
         "dock",
@@ -45,7 +44,7 @@ def serving(folder: Path, **options: str):
         command += [f"--{name.replace('_', '-')}", value]
     process = subprocess.Popen(command, env={**os.environ, "FEDLORA_DOCK_TOKENS": TOKEN})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -57,7 +56,7 @@ def serving(folder: Path, **options: str):
         yield port, process
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def resident_megabytes(process: subprocess.Popen) -> float:
@@ -142,7 +141,7 @@ async def send(port: int, call: Call) -> int:
         writer.write(call.raw)
         with contextlib.suppress(ConnectionError):  # refused before the body was read
             await writer.drain()
-        line = await asyncio.wait_for(reader.readline(), 30)
+        line = await asyncio.wait_for(reader.readline(), 120)
         return int(line.split()[1])
     finally:
         writer.close()
@@ -215,7 +214,7 @@ def test_a_minute_of_mixed_load_leaves_memory_flat(tmp_path):
     run_flood(tmp_path, 60.0)
 
 
-def answer_of(folder: Path, receive, length: int) -> tuple[int, int]:
+def answer_of(folder: Path, receive, length: int, body_seconds: float) -> tuple[int, int]:
     """Return (status, entries stored) of one POST whose body `receive` gives."""
     from fedlora.specs.dock import Dock
     from fedlora.specs.service import make_app
@@ -236,8 +235,8 @@ def answer_of(folder: Path, receive, length: int) -> tuple[int, int]:
         "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
         "server": ("localhost", 80), "client": ("localhost", 1),
     }  # fmt: skip
-    app = make_app(dock, (TOKEN,), body_seconds=0.2)
-    asyncio.run(asyncio.wait_for(app(scope, receive, reply), 10))
+    app = make_app(dock, (TOKEN,), body_seconds=body_seconds)
+    asyncio.run(asyncio.wait_for(app(scope, receive, reply), 55))
     found = (sent[0]["status"], len(dock))
     dock.close()
     return found
@@ -247,7 +246,7 @@ def test_a_body_that_does_not_arrive_is_given_up_in_time(tmp_path):
     async def receive():
         await asyncio.sleep(60)
 
-    assert answer_of(tmp_path, receive, 10) == (408, 0)
+    assert answer_of(tmp_path, receive, 10, 0.2) == (408, 0)
 
 
 def test_what_came_before_a_lost_connection_is_not_a_request(tmp_path):
@@ -260,7 +259,7 @@ def test_what_came_before_a_lost_connection_is_not_a_request(tmp_path):
     async def receive():
         return messages.pop(0)
 
-    assert answer_of(tmp_path, receive, len(whole) + 5) == (400, 0)
+    assert answer_of(tmp_path, receive, len(whole) + 5, 60.0) == (400, 0)
 
 
 def test_a_full_dock_takes_no_more(tmp_path):
