@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
 
 from fedlora.config.schema import RayConfig
 from fedlora.errors import ClusterUnreachableError
@@ -21,18 +22,12 @@ def one_line(error: pytest.ExceptionInfo[ClusterUnreachableError]) -> str:
     return text
 
 
-def closed_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def test_nobody_listens() -> None:
     started = time.monotonic()
     with pytest.raises(ClusterUnreachableError) as error:
-        cluster.connect(RayConfig(address=f"127.0.0.1:{closed_port()}"), 1, 0.0, "r")
+        cluster.connect(RayConfig(address=f"127.0.0.1:{reserved_port()}"), 1, 0.0, "r")
     assert "nothing listens" in one_line(error)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60  # Ray's own client would go on for minutes
 
 
 def test_something_else_listens() -> None:
@@ -44,7 +39,7 @@ def test_something_else_listens() -> None:
         with pytest.raises(ClusterUnreachableError) as error:
             cluster.probe(address, 2.0)
     assert "not a live Ray head" in one_line(error)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # 2 s were given; Ray may have to be imported first
 
 
 def test_a_server_that_closes_at_once() -> None:
@@ -75,7 +70,7 @@ def test_a_malformed_address(address: str) -> None:
 
 def test_a_stale_address_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = tmp_path / "ray_current_cluster"
-    stale.write_text(f"127.0.0.1:{closed_port()}\n")
+    stale.write_text(f"127.0.0.1:{reserved_port()}\n")
     monkeypatch.setattr(cluster, "_CURRENT", stale)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterUnreachableError) as error:

@@ -23,11 +23,11 @@ import torch
 import yaml
 from flwr.app import Context, RecordDict
 from flwr.cli.build import build_fab_from_files
+from ports import reserved_port
 from simulation_helpers import configuration, container, metric_lines
 
 import fedlora
 from fedlora.cli.bundle import app_files
-from fedlora.cli.processes import free_port
 from fedlora.config import config_container
 from fedlora.config.resolve import config_hash
 from fedlora.errors import ConfigError, SimulationError, TrainerUnreachableError
@@ -395,7 +395,7 @@ def flwr_run(home: Path, settings: str, nodes: int) -> subprocess.CompletedProce
     environment = {
         **os.environ,
         "FLWR_HOME": str(home),
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(reserved_port()),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -24,14 +24,14 @@ import os, subprocess, sys, time
 from pathlib import Path
 from fedlora.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "run folder")
-started = subprocess.Popen(["sleep", "30"], close_fds=False, stdout=subprocess.DEVNULL)
+started = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL)
 forked = os.fork()
 if forked == 0:
     print("child runs", flush=True)
-    time.sleep(30)
+    time.sleep(600)
     os._exit(0)
 print(started.pid, forked, flush=True)
-time.sleep(30)
+time.sleep(600)
 """
 
 

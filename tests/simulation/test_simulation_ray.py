@@ -122,9 +122,9 @@ def test_h32_no_process_is_left_after_a_signal(world: Path, tmp_path: Path, numb
     workers = workers_of(process.pid)
     assert len(workers) == 2
     process.send_signal(number)
-    process.wait(timeout=30)
+    process.wait(timeout=180)
     assert process.returncode != 0
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while alive(below) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert alive(below) == []
@@ -136,7 +136,7 @@ def test_h35_kill_9_of_the_driver_then_resume_is_bit_identical(world: Path, tmp_
     process = start(world, tmp_path / "part", **changes)
     wait_for_round(process, 4)
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=180)
     folder = next(
         path for path in (tmp_path / "part" / "runs").iterdir() if path.is_dir() and path.name[:5] == "tiny-"
     )

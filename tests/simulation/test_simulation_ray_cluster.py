@@ -109,7 +109,7 @@ def test_a_sweep_runs_side_by_side_resumes_after_kill_9_and_adds_up(world: Path,
             break
     time.sleep(1.0)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=180)
     plan = SweepPlan(str(config), grid={"training.optimizer.lr": ["0.01", "0.1"]}, seeds=(1, 2))
     before = set(finished_trials(out))
     assert 2 <= len(before) < 4

@@ -40,7 +40,7 @@ def test_h32_children_of_a_killed_process_end_unless_the_watcher_was_called_off(
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + (1.5 if bye else 20.0)
+    deadline = time.monotonic() + (1.5 if bye else 120.0)
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(child) == bye
@@ -49,13 +49,14 @@ def test_h32_children_of_a_killed_process_end_unless_the_watcher_was_called_off(
 
 
 def test_a_watcher_leaves_no_process_of_its_own() -> None:
+    before = set(descendants(os.getpid()))  # another test's may be on their way out
     child = subprocess.Popen(["sleep", "600"])
     try:
         watcher = Watcher()
         assert child.pid in descendants(os.getpid())
         watcher.close()
         watcher.close()
-        assert set(descendants(os.getpid())) == {child.pid}
+        assert set(descendants(os.getpid())) - before == {child.pid}
         assert child.poll() is None
     finally:
         child.kill()
