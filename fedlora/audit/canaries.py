@@ -55,6 +55,8 @@ class CanaryBasis(Protocol):
 
     size: int
     """Canaries that one client can carry."""
+    labels: npt.NDArray[np.str_]
+    """(size,) block or module of each canary."""
 
     def gradients(self, state: LocalState, chosen: Chosen) -> PerRecordGradients:
         """Return the canaries' gradients as the engine would hand them to `clip`."""
@@ -167,6 +169,11 @@ class CoordinateBasis:
             everything = positions_of(mechanism, tuple(metric.group_of))
             self._positions = generator.permutation(everything)[:limit, None]
         self.size, self._parts = self._positions.shape
+        self.labels = (
+            np.full(self.size, "every layer")
+            if self._parts > 1
+            else block_labels(mechanism, self._positions[:, 0])
+        )
         self._weights = weights_at(mechanism, self._positions)
 
     def gradients(self, state: LocalState, chosen: Chosen) -> PerRecordGradients:
@@ -187,6 +194,18 @@ class CoordinateBasis:
         read = update.blocks.flat[:, torch.from_numpy(self._positions)].double().cpu()
         statistic = (read * torch.from_numpy(scale)).sum(2) / math.sqrt(self._parts)
         return statistic, torch.full_like(statistic, math.sqrt(self._parts) / sigma)
+
+
+def block_labels(mechanism: Mechanism, positions: Places) -> npt.NDArray[np.str_]:
+    """Return the block of each flat position."""
+    table = mechanism.coordinates.table
+    names = list(table.shapes)
+    starts = np.array([table.span(name)[0] for name in names])
+    order = np.argsort(starts)
+    found: npt.NDArray[np.str_] = np.array(names)[order][
+        np.searchsorted(starts[order], positions, side="right") - 1
+    ]
+    return found
 
 
 def weights_at(mechanism: Mechanism, positions: Places) -> npt.NDArray[np.float64]:
@@ -220,6 +239,7 @@ class _ProjectedBasis:
             for module in mechanism.layout.modules
         }
         self._row = np.array([rows[o][1] for o in order], dtype=np.int64)
+        self.labels = np.array([rows[o][0] for o in order])
         self._vectors = {}
         for module, spec in mechanism.layout.modules.items():
             vector = generator.standard_normal(spec.in_features)
@@ -276,4 +296,12 @@ class _ProjectedBasis:
         return evidence / mean, mean
 
 
-__all__ = ["CanaryBasis", "Chosen", "CoordinateBasis", "GradientRows", "canary_basis", "overshoot"]
+__all__ = [
+    "CanaryBasis",
+    "Chosen",
+    "CoordinateBasis",
+    "GradientRows",
+    "block_labels",
+    "canary_basis",
+    "overshoot",
+]

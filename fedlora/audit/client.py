@@ -43,6 +43,8 @@ _NUMBERS: Final = 9_000
 """Update entries that one attack may clip and sum for each canary that was asked for, over all its rounds."""
 _CLIENTS: Final = 100
 """Public size of the audited federation; the auditor multiplies the divisor out again."""
+_QUIET_ROUNDS: Final = 32
+"""Releases without any change that are read at most."""
 _OVERHEAD: Final = 4_000
 """What checking and clipping an update costs beside its entries, in entries."""
 
@@ -221,6 +223,20 @@ class ClientAudit(CanaryAudit):
             score += score_step(np.concatenate(read), strength, self._rate, self._paired)
         return Attack(score, truth)
 
+    def quiet(self, entries: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.str_]]:
+        """Return (rounds, canaries) coordinates of releases without any change, and each canary's block.
+
+        Args:
+            entries: coordinates that are asked for in the smallest block, within a few rounds.
+        """
+        fewest = int(np.unique(self._basis.labels, return_counts=True)[1].min())
+        rounds, server = min(_QUIET_ROUNDS, -(-entries // fewest)), open_server(self._bench, self._noise())
+        signs = np.zeros(self._basis.size)
+        if self._honest is not None:
+            signs = signs[: self._honest]
+        units = [self._coordinates(server, signs, self._noise) for _ in range(rounds)]
+        return np.stack(units), self._basis.labels
+
     def adversary(self) -> tuple[str, str]:
         """Return what the attacker sees, and the sampling assumption."""
         known = "knows every client's update but the canary's coin"
@@ -237,7 +253,12 @@ class ClientAudit(CanaryAudit):
     def _round(
         self, server: Server, signs: npt.NDArray[np.float64], make: Callable[[], NoiseSource]
     ) -> npt.NDArray[np.float64]:
-        """Return the canaries' coordinates of one release, in units of the claimed noise."""
+        """Return the drawn canaries' coordinates of one release, in units of the claimed noise."""
+        return self._coordinates(server, signs, make)[: len(signs)]
+
+    def _coordinates(
+        self, server: Server, signs: npt.NDArray[np.float64], make: Callable[[], NoiseSource]
+    ) -> npt.NDArray[np.float64]:
         plan = server.plan
         server.aggregator.begin(self._start)
         length = OVERSHOOT * plan.clipping_norm
@@ -246,7 +267,7 @@ class ClientAudit(CanaryAudit):
         else:
             self._share(server, signs, length, make)
         unit = plan.noise_multiplier * plan.clipping_norm / plan.expected_clients
-        return self._basis.read(server.mode.heard)[: len(signs)] / unit
+        return self._basis.read(server.mode.heard) / unit
 
     def _send(self, server: Server, signs: npt.NDArray[np.float64], length: float) -> None:
         for number in np.flatnonzero(signs).tolist():

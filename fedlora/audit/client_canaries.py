@@ -53,6 +53,8 @@ class CanaryClients:
         generator = np.random.Generator(np.random.Philox(seed))
         self._order = generator.choice(total, min(total, limit), replace=False)
         self.size = len(self._order)
+        parts = {one.module: sum(one.sizes) for one in self._modules} | self._flat
+        self.labels = np.repeat(list(parts), list(parts.values()))[self._order]
 
     @staticmethod
     def _zeros(

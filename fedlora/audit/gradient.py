@@ -99,6 +99,18 @@ class GradientAudit(CanaryAudit):
             )
         return Attack(score, truth)
 
+    def quiet(self, entries: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.str_]]:
+        """Return (draws, canaries) statistics of releases with nobody in them, and each canary's block.
+
+        Args:
+            entries: statistics that are asked for in the smallest block.
+        """
+        fewest = int(np.unique(self._basis.labels, return_counts=True)[1].min())
+        most = max(1, _CHUNK_NUMBERS // self._mechanism.coordinates.table.size)
+        state = self._open(min(most, -(-entries // fewest)))
+        ready = self._mechanism.stages.prepare(self._mechanism, state)
+        return self._basis.filtered(ready, self._silence(ready))[0].numpy(), self._basis.labels
+
     def adversary(self) -> tuple[str, str]:
         """Return what the attacker sees, and the sampling assumption."""
         whose = "the canary's coin" if self._copies == 1 else "the canary person's coin"
@@ -121,13 +133,20 @@ class GradientAudit(CanaryAudit):
         truth: npt.NDArray[np.bool_],
         noise: Callable[[], NoiseSource],
     ) -> NoisyUpdate:
-        mechanism, clients = self._mechanism, state.values.flat.shape[0]
         here = drawn if self._paired else drawn[truth[drawn]]
         sign = np.where(truth[here], 1.0, -1.0).astype(np.float32)
-        chosen = Chosen(here // self._basis.size, here % self._basis.size, sign)
+        return self._noised(state, Chosen(here // self._basis.size, here % self._basis.size, sign), noise)
+
+    def _silence(self, state: LocalState) -> NoisyUpdate:
+        """Return a release of noise alone: its only canary has length zero."""
+        at = np.zeros(1, dtype=np.int64)
+        return self._noised(state, Chosen(at, at, np.zeros(1, dtype=np.float32)), self._noise)
+
+    def _noised(self, state: LocalState, chosen: Chosen, noise: Callable[[], NoiseSource]) -> NoisyUpdate:
+        mechanism, clients = self._mechanism, state.values.flat.shape[0]
         total: ClippedSum | None = None
         step = max(1, _CHUNK_NUMBERS // self._numbers_per_canary())
-        for first in range(0, max(1, len(here)), step):
+        for first in range(0, max(1, len(chosen.client)), step):
             part = mechanism.clip(self._basis.gradients(state, chosen.part(first, first + step)))
             total = part if total is None else add_sums(total, part)
         if total is None:
@@ -174,7 +193,7 @@ class GradientAudit(CanaryAudit):
 
     def _strengths_once(self) -> npt.NDArray[np.float64]:
         state = self._mechanism.stages.prepare(self._mechanism, self._open(1))
-        nobody = np.empty(0, dtype=np.int64)
-        update = self._release(state, nobody, np.empty(0, dtype=bool), OsNoise)
-        found: npt.NDArray[np.float64] = np.unique(self._basis.filtered(state, update)[1].numpy())
+        found: npt.NDArray[np.float64] = np.unique(
+            self._basis.filtered(state, self._silence(state))[1].numpy()
+        )
         return found

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedlora.adapters.blocks import FlatBlocks
-from fedlora.audit.canaries import Chosen, GradientRows, overshoot, positions_of, weights_at
+from fedlora.audit.canaries import Chosen, GradientRows, block_labels, overshoot, positions_of, weights_at
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.stages import NoisyUpdate, PerRecordGradients
 from fedlora.names import CORE, GROUP_ADAPTERS, TANGENT_IN, TANGENT_OUT, block_name
@@ -99,6 +99,8 @@ class TangentBasis:
         extras = positions_of(mechanism, mechanism.coordinates.extras)
         self._order = generator.permutation(tangents + len(extras))[:limit]
         self.size, self._tangents, self._extras = len(self._order), tangents, extras
+        modules = [np.full(sum(frame.sizes), frame.module) for frame in self._frames]
+        self.labels = np.concatenate([*modules, block_labels(mechanism, extras)])[self._order]
 
     def gradients(self, state: LocalState, chosen: Chosen) -> PerRecordGradients:
         """Return tangents of length OVERSHOOT C in the metric."""

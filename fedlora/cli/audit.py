@@ -80,13 +80,14 @@ def audit(
 ) -> None:
     """Audit one run or configuration."""
     from fedlora.audit.client_checks import run_client_checks
+    from fedlora.audit.noise_check import check_noise_scale
     from fedlora.audit.run_claim import hold_to_claim, read_claim
     from fedlora.audit.verdict import write_verdict
     from fedlora.training.selfcheck import run_selfchecks
 
     chosen = _chosen(attack)
     bench, folder = open_target(target, overrides or [], overlay or [])
-    checks = [*run_selfchecks(bench), *run_client_checks(bench)]
+    checks = [*run_selfchecks(bench), *run_client_checks(bench), *check_noise_scale(bench)]
     verdicts, left_out = run_attacks(
         bench, chosen, repeats=repeats, canaries=canaries, trials=trials, quick=attack == "quick"
     )
