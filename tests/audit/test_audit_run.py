@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
 import pytest
-from simulation_helpers import configuration, make_world
+from simulation_helpers import configuration, container, make_world
 from typer.testing import CliRunner
 
+from fedlora.accounting import epsilon_of
+from fedlora.aggregation.client_privacy import client_event
 from fedlora.audit.faults import with_power
 from fedlora.audit.run_claim import RunClaim, hold_to_claim, read_claim
 from fedlora.audit.verdict import REQUIRED_POWER, Verdict, measure_power
 from fedlora.cli.audit import app
-from fedlora.config import load_config
+from fedlora.config import config_from_container, load_config
 from fedlora.errors import AuditFailedError, DataError, WeakAuditError
 from fedlora.mechanisms import noise as noise_stage
 from fedlora.report.page import render
@@ -89,6 +92,74 @@ def test_a_run_that_states_less_than_its_events_fails_even_if_no_attack_sees_it(
     (check,) = [one for one in said["selfchecks"] if one["name"] == "the run's claim"]
     assert not check["passed"]
     assert "its events imply" in check["detail"]
+
+
+def _rewritten(folder, name, change):
+    path = folder / name
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def test_a_run_whose_events_were_made_cheaper_fails_by_its_rounds(run_folder):
+    """Events and epsilon forged together: the rounds, with the configuration's own mechanism, cost more."""
+
+    def cheaper(table):
+        for entry in table.values():
+            entry["events"] = [
+                {"event": {**entry["events"][0]["event"], "noise_multiplier": 3.0}, "steps": 3}
+            ]
+        return table
+
+    _rewritten(run_folder, "ledger-mirror.json", cheaper)
+    claim = read_claim(run_folder, load_config(run_folder / "config.yaml"))
+    _summary(run_folder, epsilon=claim.from_events)
+    result, said = _audit(run_folder, "--repeats", "0", "--canaries", "2000", "--json")
+    assert result.exit_code == 30
+    (check,) = [one for one in said["selfchecks"] if one["name"] == "the run's claim"]
+    assert not check["passed"]
+    assert "its rounds" in check["detail"]
+
+
+def test_a_run_whose_events_are_gone_fails(run_folder):
+    (run_folder / "ledger-mirror.json").unlink()
+    result, said = _audit(run_folder, "--repeats", "0", "--canaries", "2000", "--json")
+    assert result.exit_code == 30
+    (check,) = [one for one in said["selfchecks"] if one["name"] == "the run's claim"]
+    assert "holds no events" in check["detail"]
+
+
+def test_the_epsilon_of_a_client_level_run_is_recomputed_from_its_folder(tmp_path):
+    world = make_world(tmp_path)
+    values = container(
+        world, tmp_path / "runs", federation={"rounds": 2, "clients_per_round": 0.5, "min_replies": 1}
+    )
+    values["privacy"] = {
+        "unit": "client",
+        "adjacency": "add_or_remove",
+        "noise_multiplier": 2.0,
+        "target_delta": 1e-3,
+        "clipping_norm": 0.5,
+        "budget": {"epsilon": 50.0, "delta": 1e-3, "on_exhausted": "refuse"},
+        "noise_source": "os",
+    }
+    done = simulate(config_from_container(values), in_process=True)
+    config = load_config(done.folder / "config.yaml")
+    event = client_event(config.privacy, config.federation)
+    claim = read_claim(done.folder, config, event)
+    by_hand = epsilon_of(event.times(2), 1e-3, adjacency="add_or_remove").epsilon
+    assert claim.from_events == claim.from_rounds == pytest.approx(by_hand)
+    assert done.epsilon == pytest.approx(by_hand)
+    assert claim.check().passed
+    assert done.statement["epsilon_from_this_runs_events"] == pytest.approx(by_hand)
+    assert "server's ledger" in done.statement["epsilon_is"]
+    page = render(read_run(done.folder))
+    assert "<h2>Federation</h2>" in page
+    assert "epsilon of the federation" in page
+    _summary(done.folder, epsilon=0.9 * by_hand)
+    assert not read_claim(done.folder, config, event).check().passed
+    again = simulate(config_from_container(values), in_process=True)  # the same clients pay twice
+    claim = read_claim(again.folder, config, event)
+    assert claim.epsilon > claim.from_events == pytest.approx(by_hand)
+    assert claim.check().passed
 
 
 def test_a_run_without_its_epsilon_fails(run_folder):
@@ -187,6 +258,20 @@ def test_a_verdict_is_held_against_the_smaller_claim(stated, bound, word, claime
 def test_a_bound_for_a_smaller_delta_says_nothing_about_a_claim_at_a_larger_one():
     claim = RunClaim(0.5, 1e-3, 1e-3, 0.5, "finished")
     assert hold_to_claim(_verdict(1.0, 2.0), claim).verdict == "passed"
+
+
+def test_an_attack_with_its_canary_in_every_step_says_nothing_about_a_sampled_runs_epsilon():
+    """Its bound may lie above the run's amplified epsilon although both hold: no alarm."""
+    verdict = dataclasses.replace(_verdict(1.0, 2.0), samples_as_the_run=False)
+    held = hold_to_claim(verdict, RunClaim(0.5, 1e-5, 1e-5, 0.5, "finished"))
+    assert (held.verdict, held.claimed_epsilon) == ("passed", 2.0)
+
+
+def test_shadow_attacks_say_that_they_do_not_sample_as_the_run(run_folder):
+    options = ("--attack", "release", "--trials", "12", "--repeats", "0", "--json")
+    (verdict,) = _audit(run_folder, *options)[1]["audits"]
+    assert verdict["samples_as_the_run"] is False
+    assert verdict["conditions"]["sampling"] == "none: the canary is in every step"
 
 
 def test_a_claim_at_another_delta_than_the_ledgers_fails():
