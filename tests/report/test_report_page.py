@@ -14,6 +14,7 @@ import pytest
 from fedlora.errors import DataError
 from fedlora.report.compare import comparison, render_comparison
 from fedlora.report.figures import epsilon_curves
+from fedlora.report.html import lower, upper
 from fedlora.report.html import number as shown_as
 from fedlora.report.page import render
 from fedlora.report.run_data import read_run
@@ -225,7 +226,7 @@ def _numbers(value) -> set[str]:
         return set().union(*(_numbers(one) for one in value), set())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return set()
-    return {shown_as(value), shown_as(value, 6)}
+    return {shown_as(kind(value), digits) for kind in (float, upper, lower, lambda v: v) for digits in (4, 6)}
 
 
 def test_every_number_that_is_shown_stands_in_the_runs_json(run_folder):
