@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import tempfile
 import weakref
@@ -24,10 +25,22 @@ _UNSUPPORTED: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write UTF-8 text under another name, then move it into place: a reader sees the old file or the new one."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    """Write UTF-8 text under a name of its own, then move it into place: readers see the old file or the new one.
+
+    A link stays a link; what is no plain file (a pipe, a device) is written as it is.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        place.write_text(text, encoding="utf-8")
+        return
+    part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def write_durably(path: Path, data: bytes) -> None:

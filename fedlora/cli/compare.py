@@ -9,6 +9,7 @@ import typer
 
 from fedlora.cli.report import AsJson, print_result
 from fedlora.figures import at_least_digits
+from fedlora.files import replace_text
 
 app = typer.Typer(add_completion=False)
 
@@ -28,7 +29,7 @@ def compare(
 
     found = [read_run(path) for path in runs]
     if output is not None:
-        output.write_text(render_comparison(found), encoding="utf-8")
+        replace_text(output, render_comparison(found))
     rows = comparison(found)
     if as_json:
         print_result({"runs": rows, "report": None if output is None else str(output)}, True)

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fedlora.files import replace_text
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -32,7 +34,7 @@ def report(
 
     data = read_run(run)
     target = run / "report.html" if output is None else output
-    target.write_text(render(data), encoding="utf-8")
+    replace_text(target, render(data))
     print_result(
         {"report": str(target), **embedded_data(data)} if as_json else {"report": str(target)}, as_json
     )

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.errors import BudgetExceededError, ConfigError
 from fedlora.figures import at_least
+from fedlora.files import replace_text
 from fedlora.simulation.settings import RoundRecord, RunResult
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def write_report(folder: Path) -> Path:
     from fedlora.report.run_data import read_run
 
     path = folder / "report.html"
-    path.write_text(render(read_run(folder)), encoding="utf-8")
+    replace_text(path, render(read_run(folder)))
     return path
 
 

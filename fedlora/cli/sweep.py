@@ -12,6 +12,7 @@ import typer
 
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, emit
 from fedlora.errors import ConfigError
+from fedlora.files import replace_text
 
 if TYPE_CHECKING:
     from fedlora.simulation.sweep import TrialResult
@@ -96,9 +97,9 @@ def sweep(
         progress=note,
     )
     table = table_text(results, metric, plan.larger_is_better)
-    (out / "table.txt").write_text(table + "\n")
-    (out / "table.csv").write_text(table_csv(results))
-    (out / "plot.svg").write_text(plot_svg(results, metric))
+    replace_text(out / "table.txt", table + "\n")
+    replace_text(out / "table.csv", table_csv(results))
+    replace_text(out / "plot.svg", plot_svg(results, metric))
     told = (
         "each trial has a ledger of its own: the data is marked public"
         if settings.data.marked_public

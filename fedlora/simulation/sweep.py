@@ -272,7 +272,7 @@ def _run_waiting(
         raise ConfigError(
             f"sweep: {out} holds another sweep; choose another folder, or repeat the same command"
         )
-    known.write_text(text)
+    replace_text(known, text)
     trials = plan_trials(plan)
     done = finished_trials(out)
     waiting = [trial for trial in trials if trial.name not in done]
@@ -280,8 +280,7 @@ def _run_waiting(
 
     def note(result: TrialResult) -> None:
         done[result.name] = result
-        with (out / "trials.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(result), allow_nan=False) + "\n")
+        _append(out / "trials.jsonl", json.dumps(asdict(result), allow_nan=False))
         if progress is not None:
             progress(result, len(done), len(trials))
 
@@ -291,6 +290,16 @@ def _run_waiting(
     elif waiting:
         _run_on_ray(plan, waiting, (out, shared), parallel, share, note)
     return [done[trial.name] for trial in trials]
+
+
+def _append(path: Path, line: str) -> None:
+    """Append one line; one that a killed sweep left cut does not swallow it."""
+    with path.open("a+b") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, end - 1))
+        begin = b"" if stream.read(1) in (b"", b"\n") else b"\n"
+        stream.seek(0, os.SEEK_END)
+        stream.write(begin + line.encode() + b"\n")
 
 
 def _run_on_ray(
