@@ -78,8 +78,9 @@ class Story:
         write_model(root / "other-model", seed=1)
         self._small_disk(root / "site-b" / "disk")
         self.wires = {site: SlowWire(self.network.space(site), self.address) for site in ("site-a", "site-c")}
-        place = made.place("site-a")
-        self.door = Door(place / "g", place / "s")
+        places = {site: made.place(site) for site in ("site-a", "site-c")}
+        self.doors = {site: Door(place / "g", place / "s") for site, place in places.items()}
+        self.door = self.doors["site-a"]
         self.pushes = Pushes(root / "site-a" / "state" / "supernode.log")
 
     def _small_disk(self, folder: Path) -> None:
@@ -90,7 +91,8 @@ class Story:
 
     def close(self) -> None:
         """End and remove everything."""
-        self.door.close()
+        for door in self.doors.values():
+            door.close()
         self.made.stop()
         for wire in self.wires.values():
             wire.close()
@@ -116,7 +118,7 @@ class Story:
         place, made = self.made.place(site), self.made
         wire = self.wires.get(site)
         server = f"{self.address[0]}:{made.port}" if wire is None else f"127.0.0.1:{wire.port}"
-        socket = place / ("g" if site == "site-a" else "s")
+        socket = place / ("g" if site in self.doors else "s")
         inside = ("ip", "netns", "exec", self.network.space(site))
         own = ["--key", f"{site}/keys/{site}", "--state", f"{site}/state", "--max-wait", "600"]
         door = ["--trainer-socket", str(socket), "--token", str(place / "token")]
@@ -301,9 +303,11 @@ class Story:
     def slow_client(self) -> None:
         """Site-c's wire is so slow and lossy that its reply comes after the deadline."""
         self.everyone()
+        door, wire = self.doors["site-c"], self.wires["site-c"]
+        door.hold()
         number = self.next_round("site-c")
-        wire = self.wires["site-c"]
         wire.delay, wire.loss = 6.0, 3
+        door.release()
         self.facts["slow client"] = self.until_round(number)
         wire.normal()
 
@@ -328,14 +332,16 @@ class Story:
     def disk_full(self) -> None:
         """Site-b's disk fills up; nothing is trained or sent; then there is room again."""
         fill = self.made.root / "site-b" / "disk" / "fill"
-        before = len(self.charged("site-b"))
+        last = self.held()  # that round cannot end yet: once site-b has answered, it rests
+        self.until("site-b trained", lambda: self.trained("site-b", last))
         with fill.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while True:
                 stream.write(b"0" * 4096)
-        number = self.next_round("site-b")
+        self.door.release()
+        number = self.until("site-b answers", lambda: self.trained_after("site-b", last))
         self.facts["disk full"] = self.until_round(number)
         fill.unlink()
-        self.facts["charged while full"] = len(self.charged("site-b")) - before
+        self.facts["charged while full"] = sum(last < one <= number for one, _, _ in self.charged("site-b"))
         self.next_round("site-b")
 
     def key_revoked(self) -> None:

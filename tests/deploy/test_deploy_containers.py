@@ -111,7 +111,7 @@ def trainer(stack: Stack) -> Iterator[Box]:
         time.sleep(1.0)
     yield box
     process.terminate()
-    process.wait(60)
+    process.wait(240)
 
 
 def test_the_trainer_is_ready_by_its_images_own_health_check(trainer: Box) -> None:
@@ -168,7 +168,7 @@ def test_the_relay_refuses_a_key_that_others_can_read(stack: Stack, trainer: Box
     key.chmod(0o644)
     try:
         process = stack.box("client-1").start()
-        assert process.wait(120) == 70
+        assert process.wait(240) == 70
     finally:
         key.chmod(0o600)
 
@@ -190,7 +190,7 @@ def test_server_relay_and_trainer_train_a_round_by_their_images_commands(stack: 
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(60)
+            process.wait(240)
         subprocess.run(["ip", "netns", "del", space], check=False)
     run = next(path for path in (stack.volumes["server-state"] / "runs").iterdir() if path.is_dir())
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from deploy_helpers import Federation
+from test_deploy_processes import all_read
 from test_deploy_trainer_socket import Echo, client, place, start
 
 from fedlora.cli import keyring, pki
@@ -204,7 +205,8 @@ def test_a_full_disk_under_its_log_does_not_stop_a_child(tmp_path: Path) -> None
         on_line=lines.append,
     )
     made.start()
-    assert made.wait(30) == 0
+    assert made.wait(240) == 0
+    all_read(made)
     assert len(lines) == 20_000
 
 
@@ -220,7 +222,8 @@ def test_a_child_whose_log_cannot_be_opened_still_runs(tmp_path: Path) -> None:
         on_line=lines.append,
     )
     made.start()
-    assert made.wait(30) == 0
+    assert made.wait(240) == 0
+    all_read(made)
     assert lines == ["up"]
 
 

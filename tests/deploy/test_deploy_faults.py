@@ -49,7 +49,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
         wait_for("the revoked client's end", lambda: site.poll() is not None, 200, made)
         server = made.processes["server-again"]
         server.terminate()
-        server.wait(60)
+        server.wait(240)
         yield made
     finally:
         made.stop()
@@ -89,5 +89,5 @@ def test_starting_again_without_a_word_is_refused(story: Federation, tmp_path: P
     state = story.root / "server-state" / "run.json"
     state.write_text(state.read_text().replace('"finished": true', '"finished": false'))
     process = story.start("server-third", "server", "run.yaml")
-    assert process.wait(120) == 63
+    assert process.wait(240) == 63
     assert "--resume" in story.log("server-third")

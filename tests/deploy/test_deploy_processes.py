@@ -51,12 +51,19 @@ def child(tmp_path: Path, code: str, lines: list[str] | None = None) -> Child:
     return made
 
 
+def all_read(made: Child) -> None:
+    """Wait until a child that has ended was read to its end; `wait` gives its reader two seconds."""
+    assert made._reader is not None
+    made._reader.join(120)
+
+
 def test_output_goes_to_the_log_and_to_the_callback(tmp_path: Path) -> None:
     lines: list[str] = []
     made = child(
         tmp_path, "import os; print(os.getcwd()); print(os.environ['FLWR_TELEMETRY_ENABLED'])", lines
     )
     assert made.wait(120) == 0
+    all_read(made)
     assert lines == [str((tmp_path / "empty").resolve()), "0"]
     assert (tmp_path / "log").read_text().splitlines() == lines
 
