@@ -12,6 +12,15 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+"""The same examples for the same test, whoever runs it, and none that a busy machine is too slow for."""
+settings.register_profile("explore", parent=settings.get_profile("same"), derandomize=False)
+"""Others every time: `pytest --hypothesis-profile explore`, after the code under a property has changed."""
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

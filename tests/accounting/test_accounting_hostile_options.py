@@ -154,7 +154,11 @@ def call(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, 
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_no_number_ends_in_a_traceback(
     family: str, data: st.DataObject, capsys: pytest.CaptureFixture[str]

@@ -250,6 +250,7 @@ class TestLedgerMachineLong(Machine.TestCase):  # type: ignore[name-defined,misc
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),
+        derandomize=False,
         database=None,
     )
 
