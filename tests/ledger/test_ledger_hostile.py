@@ -256,7 +256,7 @@ def test_any_changed_bytes_are_refused_or_harmless_many(path: Path) -> None:
 def test_four_writers_with_long_compositions_all_get_their_turn(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each holds the write lock for long and pauses for next to nothing: nobody starves."""
+    """Each holds the write lock for long and pauses for next to nothing: nobody starves while 60 turns are taken."""
 
     def slow(*_: object) -> bool:
         time.sleep(0.05)
@@ -265,11 +265,12 @@ def test_four_writers_with_long_compositions_all_get_their_turn(
     monkeypatch.setattr(Projector, "fits", slow)
     open_ledger(path, secret=SECRET).close()
     granted = [0] * 4
-    stop = time.monotonic() + 3.0
+    together = threading.Barrier(4)
 
     def write(index: int) -> None:
         with open_ledger(path, secret=SECRET) as own:
-            while time.monotonic() < stop:
+            together.wait(120)
+            while sum(granted) < 60:
                 spend(own, granted[index], run_id=f"run-{index}", budget=BUDGET)
                 granted[index] += 1
 
