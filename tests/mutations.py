@@ -86,7 +86,7 @@ def run_tests(mutation: Mutation | None, tests: tuple[str, ...]) -> subprocess.C
             env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "CI": "false"},
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=3000,
             check=False,
         )
 

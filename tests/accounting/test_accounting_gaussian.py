@@ -282,10 +282,10 @@ def test_unknown_names_are_refused() -> None:
 def test_extreme_settings_end_within_a_minute(sigma: float, rate: float, adjacency: acct.Adjacency) -> None:
     import time
 
-    start = time.monotonic()
+    start = time.process_time()
     report = acct.epsilon_of(acct.PoissonGaussianEvent(sigma, rate).times(10**6), 1e-12, adjacency=adjacency)
     assert 0.0 < report.epsilon < math.inf
-    assert time.monotonic() - start < 60.0
+    assert time.process_time() - start < 60.0
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.7, 0.01), (2.0, 0.2), (5.0, 0.9)])

@@ -320,18 +320,18 @@ def test_linear_modes_cost_at_most_three_copies_per_client():
     target = np.empty_like(current.blocks["m|x"])
     ratios = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         for payload in sent:
             np.copyto(target, payload.blocks["m|x"])
-        copy = time.perf_counter() - start
+        copy = time.process_time() - start
         agg = aggregator("mean_b", layout)
         agg.begin(current)
         for payload in sent:
             agg.add("warm" + str(id(payload)), payload)
-        start = time.perf_counter()
+        start = time.process_time()
         for i, payload in enumerate(sent):
             agg.add(f"c{i}", payload)
-        ratios.append((time.perf_counter() - start) / copy)
+        ratios.append((time.process_time() - start) / copy)
     assert min(ratios) < 3.0
 
 

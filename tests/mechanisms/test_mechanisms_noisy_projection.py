@@ -194,12 +194,12 @@ def jobs_for(draws, seed=5):
 
 
 def test_every_step_draws_a_fresh_projection_and_clients_draw_their_own():
-    _, mechanism, _, _, _, state = setup("bert", clients=2, privacy={"noise_source": "os"})
+    _, mechanism, _, _, _, state = setup("bert", clients=40, privacy={"noise_source": "os"})
     again = mechanism.stages.prepare(mechanism, state)
     for module, a in state.own.projections.items():
         assert not torch.equal(a[0], a[1])
         assert not torch.equal(a, again.own.projections[module])
-        assert a.var().item() == pytest.approx(1 / 3, rel=0.6)
+        assert a.var().item() == pytest.approx(1 / 3, rel=0.25)  # 7.7 deviations of 1920 numbers
 
 
 def test_a_shared_projection_serves_one_step_only():

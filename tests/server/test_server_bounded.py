@@ -41,7 +41,7 @@ class Flower(Grid):
         (one,) = message_ids
         self.asked.append(one)
         if one == "half":
-            self.released.wait(20)
+            self.released.wait(300)
             return ["half, too late"]
         if one == "broken":
             raise OSError("connection lost")
@@ -60,17 +60,17 @@ def flower() -> Iterator[Flower]:
 
 def test_replies_come_back_at_once_when_all_are_there(flower: Flower) -> None:
     began = time.monotonic()
-    found = BoundedGrid(flower).send_and_receive(["a", "b"], timeout=30)  # type: ignore[list-item]
+    found = BoundedGrid(flower).send_and_receive(["a", "b"], timeout=200)  # type: ignore[list-item]
     assert sorted(map(str, found)) == ["reply to a", "reply to b"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 100  # not at the deadline
 
 
 @pytest.mark.parametrize("straggler", ["half", "mute"])
 def test_a_straggler_costs_the_deadline_and_no_more(flower: Flower, straggler: str) -> None:
     began = time.monotonic()
-    found = BoundedGrid(flower).send_and_receive(["a", straggler, "b"], timeout=1.5)  # type: ignore[list-item]
+    found = BoundedGrid(flower).send_and_receive(["a", straggler, "b"], timeout=3.0)  # type: ignore[list-item]
     assert sorted(map(str, found)) == ["reply to a", "reply to b"]
-    assert 1.4 < time.monotonic() - began < 6
+    assert 2.9 < time.monotonic() - began < 100  # the half reply would hold it for 300 s
 
 
 def test_a_reply_that_is_complete_too_late_is_dropped(
@@ -79,16 +79,16 @@ def test_a_reply_that_is_complete_too_late_is_dropped(
     grid = BoundedGrid(flower)
     assert list(grid.send_and_receive(["half"], timeout=0.2)) == []  # type: ignore[list-item]
     flower.released.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while "after the deadline" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "after the deadline" in caplog.text
-    assert list(grid.send_and_receive(["a"], timeout=5)) == ["reply to a"]  # type: ignore[list-item]
+    assert list(grid.send_and_receive(["a"], timeout=60)) == ["reply to a"]  # type: ignore[list-item]
 
 
 def test_what_flowers_grid_raises_is_raised(flower: Flower) -> None:
     with pytest.raises(OSError, match="connection lost"):
-        BoundedGrid(flower).send_and_receive(["broken"], timeout=5)  # type: ignore[list-item]
+        BoundedGrid(flower).send_and_receive(["broken"], timeout=60)  # type: ignore[list-item]
 
 
 def test_everything_else_is_passed_on(flower: Flower) -> None:

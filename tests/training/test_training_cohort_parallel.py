@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1] / "mechanisms"), str(HERE.parent)]
 
 
-def train(rank: int, size: int, port: int, out) -> None:
+def train(rank: int, size: int, meeting: str, out) -> None:
     sys.path[:0] = [str(HERE.parents[1] / "mechanisms"), str(HERE.parent)]
     import test_training_cohort as cohort
 
@@ -27,7 +27,7 @@ def train(rank: int, size: int, port: int, out) -> None:
     both, payload = cohort.engine("bert")
     group = None
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         group = DataParallel(both.mechanism)
     engine = CohortEngine(both.adapted, both.mechanism, both._passes._task, both.config, group)
     jobs = cohort.jobs("bert", cohort.DRAWS)
@@ -47,13 +47,15 @@ def train(rank: int, size: int, port: int, out) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_give_what_one_gives():
+def test_two_processes_give_what_one_gives(tmp_path):
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
-    workers = [context.Process(target=train, args=(rank, 2, 29671, out)) for rank in range(2)]
+    workers = [
+        context.Process(target=train, args=(rank, 2, str(tmp_path / "meeting"), out)) for rank in range(2)
+    ]
     for worker in workers:
         worker.start()
-    train(0, 1, 0, out)
+    train(0, 1, "", out)
     results = [out.get(timeout=240) for _ in range(3)]
     for worker in workers:
         worker.join(60)
