@@ -46,7 +46,7 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
         server.folder.write_json("ledger-receipts.json", receipts.table())
     if is_seeded(config):
         warnings.append("NO PRIVACY: the noise source is seeded for tests")
-    warnings += starting_warnings(config)
+    warnings += [*starting_warnings(config), *server.trackers.warnings]
     save_payload(server.folder.path / "adapter.flr", server.strategy.payload)
     _write_accounts(server)
     adapter = _export(server, warnings) if status != "stopped" else None

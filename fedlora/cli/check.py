@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, OverridesArgument, emit
+from fedlora.figures import at_least_digits
 
 if TYPE_CHECKING:
     from fedlora.config import FedLoraConfig, Loaded
@@ -40,8 +41,10 @@ def check(
     Example: fedlora check run.yaml --static --deployment
     """
     from fedlora.config import config_container, config_hash, load, save_resolved, total_steps
+    from fedlora.report.trackers import check_names
 
     loaded = load(config, overrides or (), overlay or (), deployment=deployment)
+    check_names(loaded.config.tracking)
     resolved, figures = loaded.config, _static_figures(loaded.config, total_steps(loaded.config))
     if not static:
         resolved, more = _predict(loaded.config)
@@ -71,6 +74,7 @@ def _static_figures(config: FedLoraConfig, steps: int) -> dict[str, Any]:
 def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
     """Load public parts (and rows for their label names where they are not stated) and derive the figures."""
     from fedlora.data import check_records
+    from fedlora.report.conditions import conditions_line, conditions_of
     from fedlora.simulation.prepare import complete, make_federation
     from fedlora.training.predicted import clients_of_a_round, predict_round
     from fedlora.wire.layout import payload_bytes, predict_size
@@ -121,6 +125,7 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
             delta=derived.delta,
             accountant=derived.accountant,
             derived_from=derived.from_,
+            epsilon_means=conditions_line({**conditions_of(resolved), "delta": derived.delta}),
         )
     return resolved, figures
 
@@ -133,6 +138,8 @@ def _text(config: str, loaded: Loaded[FedLoraConfig], figures: dict[str, Any]) -
         if value is None:
             continue
         shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        if name.startswith("epsilon") and isinstance(value, float):
+            shown = at_least_digits(value, 6)
         if name.endswith("_bytes") or "_bytes_" in name:
             shown = f"{int(value):,}"
         lines.append(f"  {name.replace('_', ' ')}: {shown}")

@@ -27,6 +27,11 @@ from fedlora.errors import ConfigError
 from fedlora.report.conditions import conditions_line, conditions_of
 
 _LOG = logging.getLogger(__name__)
+_PATIENCE: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""MLflow's own defaults would keep a run waiting for minutes at a server that is gone."""
+_SCHEMES: Final = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+_NOT_IN_PROJECTS: Final = "/\\#?%:"
+_INIT_SECONDS: Final = 30.0
 _MODULES: Final = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 
 
@@ -45,17 +50,53 @@ class Tracker(Protocol):
 
 
 def require_trackers(tracking: TrackingConfig) -> None:
-    """Refuse a tracker whose package is missing, before anything is read or spent.
+    """Refuse a tracker whose package is missing or whose name cannot be right, before anything is read or spent.
 
     Raises:
-        ConfigError: naming the extra to install.
+        ConfigError: naming the extra to install, or what is wrong with the value.
     """
+    check_names(tracking)
     for key, module in _MODULES.items():
-        if getattr(tracking, key) and importlib.util.find_spec(module) is None:
+        if getattr(tracking, key) not in (None, False) and importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"tracking.{key}: the package {module!r} is not installed; run pip install 'fedlora[{key}]' or "
                 f"leave the key out"
             )
+
+
+def check_names(tracking: TrackingConfig) -> None:
+    """Refuse what can be no tracker's address or project, and a password that the run folder would repeat.
+
+    Raises:
+        ConfigError: naming the key and what is allowed.
+    """
+    _check_mlflow(tracking.mlflow)
+    _check_wandb(tracking.wandb)
+
+
+def _check_mlflow(uri: str | None) -> None:
+    if uri is None:
+        return
+    scheme, _, rest = uri.partition("://")
+    if scheme.partition("+")[0].lower() not in _SCHEMES or not rest:
+        raise ConfigError(
+            f"tracking.mlflow: {uri!r} is no tracking URI; allowed are {', '.join(_SCHEMES)} before ://, for example "
+            "sqlite:///mlflow.db (MLflow keeps no plain folders any more)"
+        )
+    if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        raise ConfigError(
+            "tracking.mlflow: the URI holds a password, and the run folder and its report repeat it; set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or ~/.pgpass for PostgreSQL, and leave it out"
+        )
+
+
+def _check_wandb(project: str | None) -> None:
+    if project is None:
+        return
+    if not project.strip() or len(project) > 128 or any(letter in _NOT_IN_PROJECTS for letter in project):
+        raise ConfigError(
+            f"tracking.wandb: {project!r} is no project name; it has 1 to 128 characters and none of {_NOT_IN_PROJECTS}"
+        )
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
@@ -101,6 +142,8 @@ class _MlFlow:
     name = "mlflow"
 
     def __init__(self, uri: str, run_id: str, project: str, conditions: Mapping[str, Any]) -> None:
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
         import mlflow
 
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
@@ -126,7 +169,13 @@ class _Wandb:
     def __init__(self, project: str, run_id: str, folder: Path, conditions: Mapping[str, Any]) -> None:
         import wandb
 
-        settings = wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, save_code=False)
+        settings = wandb.Settings(
+            console="off",
+            x_disable_stats=True,
+            x_disable_meta=True,
+            save_code=False,
+            init_timeout=_INIT_SECONDS,
+        )
         self._run: Any = wandb.init(
             project=project,
             name=run_id,
@@ -150,6 +199,7 @@ class Trackers:
     def __init__(self, openers: Mapping[str, Callable[[], Tracker]]) -> None:
         """Open each."""
         self._open: list[Tracker] = []
+        self._left_out: dict[str, str] = {}
         for name, opener in openers.items():
             try:
                 self._open.append(opener())
@@ -160,6 +210,14 @@ class Trackers:
     def names(self) -> tuple[str, ...]:
         """Trackers that are still served."""
         return tuple(one.name for one in self._open)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One line for each tracker that failed."""
+        return tuple(
+            f"tracker {name} failed ({why}) and was left out from there"
+            for name, why in self._left_out.items()
+        )
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Send one line of `metrics.jsonl`."""
@@ -181,8 +239,8 @@ class Trackers:
                 self._warn(one.name, error)
         self._open = kept
 
-    @staticmethod
-    def _warn(name: str, error: Exception) -> None:
+    def _warn(self, name: str, error: Exception) -> None:
+        self._left_out[name] = type(error).__name__
         _LOG.warning(
             "tracker %s failed (%s) and is left out from here; metrics.jsonl has everything",
             name,
@@ -215,4 +273,4 @@ def open_trackers(config: FedLoraConfig, run_id: str, folder: Path) -> Trackers:
     return Trackers(openers)
 
 
-__all__ = ["Tracker", "Trackers", "open_trackers", "require_trackers", "scalars"]
+__all__ = ["Tracker", "Trackers", "check_names", "open_trackers", "require_trackers", "scalars"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from simulation_helpers import configuration, metric_lines
+from typer.testing import CliRunner
 
 from fedlora.config.schema import TrackingConfig
 from fedlora.errors import ConfigError
@@ -362,3 +363,78 @@ def test_wandb_keeps_an_offline_run(tiny_world, tmp_path, monkeypatch):
     done = simulate(configuration(tiny_world, tmp_path, tracking={"wandb": "demo"}), in_process=True)
     (stored,) = (done.folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"epsilon" in stored.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("mlflow", "", "no tracking URI"),
+        ("mlflow", "nonsense://host", "no tracking URI"),
+        ("mlflow", "./mlruns", "no plain folders"),
+        ("mlflow", "http://", "no tracking URI"),
+        ("mlflow", "https://me:secret@host:5000", "holds a password"),
+        ("mlflow", "postgresql+psycopg://me:secret@host/db", "holds a password"),
+        ("wandb", "", "no project name"),
+        ("wandb", "team/project", "no project name"),
+    ],
+)
+def test_a_wrong_name_of_a_tracker_is_refused_before_anything_is_read(key, value, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        trackers.check_names(TrackingConfig(**{key: value}))
+    assert "secret" not in str(caught.value)
+    assert f"tracking.{key}" in str(caught.value)
+
+
+def test_usual_names_of_trackers_are_taken():
+    for uri in (
+        "sqlite:///mlflow.db",
+        "http://host:5000",
+        "https://me@host/path",
+        "postgresql://me@host:5432/db",
+    ):
+        trackers.check_names(TrackingConfig(mlflow=uri, wandb="news-2026 (pilot)"))
+
+
+def test_check_refuses_a_wrong_tracker_and_says_what_its_epsilon_means(tiny_world, tmp_path):
+    from fedlora.cli.check import app
+    from fedlora.config import save_resolved
+
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    save_resolved(configuration(tiny_world, tmp_path, privacy={"noise_source": "os"}), good)
+    save_resolved(configuration(tiny_world, tmp_path, tracking={"wandb": "a/b"}), bad)
+    said = CliRunner().invoke(app, [str(good)]).stdout
+    for word in (
+        "one record",
+        "add_or_remove",
+        "0.0001",
+        "the server included",
+        "accountant best",
+        "Poisson",
+    ):
+        assert word in said, said
+    assert isinstance(CliRunner().invoke(app, [str(bad), "--static"]).exception, ConfigError)
+
+
+def test_a_tracker_that_failed_is_a_warning_of_the_run(tiny_world, tmp_path, monkeypatch):
+    def unopened(*arguments):
+        raise OSError("no server")
+
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(trackers, "_MlFlow", unopened)
+    changes = {"federation": {"rounds": 1}, "tracking": {"mlflow": "http://127.0.0.1:9"}}
+    done = simulate(configuration(tiny_world, tmp_path, **changes), in_process=True)
+    assert any("tracker mlflow failed (OSError)" in one for one in done.warnings)
+    assert "tracker mlflow failed" in render(read_run(done.folder))
+
+
+def test_a_server_that_is_gone_costs_mlflow_seconds_not_minutes(monkeypatch):
+    import os
+
+    for name in trackers._PATIENCE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "mlflow", SimpleNamespace(MlflowClient=lambda **k: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        trackers._MlFlow("http://127.0.0.1:9", "run", "project", {})
+    assert {name: os.environ[name] for name in trackers._PATIENCE} == trackers._PATIENCE
+    for name in trackers._PATIENCE:
+        monkeypatch.delenv(name)
