@@ -76,7 +76,8 @@ def match(
         said = "no privacy claimed"
         if promise.epsilon is not None:
             said = (
-                f"epsilon {at_least_digits(promise.epsilon, 3)} at delta {promise.delta:g} per {promise.unit}"
+                f"epsilon {at_least_digits(promise.epsilon, 3)} at delta {promise.delta:g} per {promise.unit}, "
+                f"{promise.adjacency}, against {promise.adversary}; accountant {promise.accountant}; {promise.sampling}"
             )
         line = f"{entry.cosine:8.4f}  {entry.name}  ({entry.licence}; {said})"
         if other_target(specification.metadata, entry.metadata):

@@ -148,7 +148,8 @@ def _release_text(path: Path, said: PrivacyStatement, account: float | None, cli
     ]
     if account is not None:
         lines.append(
-            f"the ledger of {client} now says epsilon {at_least(account)} for this data set, all runs together"
+            f"the ledger of {client} now says epsilon {at_least(account)} for this data set, all runs together "
+            "(its terms: fedlora budget show)"
         )
     return "\n".join(lines)
 
@@ -173,13 +174,10 @@ def describe(
     path = output or Path(f"{label.name}.json".replace("/", "_"))
     write_entry(path, specification)
     said = specification.privacy
-    text = (
-        "no privacy claimed" if said.epsilon is None else f"epsilon {at_least(said.epsilon)} (the run's own)"
-    )
     emit(
         {"file": str(path), "name": label.name, "privacy": statement_json(said)},
         as_json=as_json,
-        text=f"{path}: written; {text}",
+        text=_release_text(path, said, None, ""),
     )
 
 

@@ -10,6 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from fedlora.errors import DeploymentError
 
 _LOG = logging.getLogger(__name__)
+_ROUND_EPSILON = (
+    "Largest epsilon that a client has reported so far (under client-level privacy the federation's); "
+    "fedlora report RUN says its unit, relation, adversary, delta, accountant and sampling."
+)
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -63,7 +67,7 @@ def server_registry() -> Registry:
     registry.describe("fedlora_round", "gauge", "Last round that is over.")
     registry.describe("fedlora_round_accepted", "gauge", "Clients whose reply counted in the last round.")
     registry.describe("fedlora_round_asked", "gauge", "Clients asked in the last round.")
-    registry.describe("fedlora_round_epsilon", "gauge", "Largest epsilon that a client has reported so far.")
+    registry.describe("fedlora_round_epsilon", "gauge", _ROUND_EPSILON)
     registry.describe("fedlora_restarts_total", "counter", "SuperLink or ServerApp started again.")
     return registry
 

@@ -68,6 +68,8 @@ def _line(role: Mapping[str, Any]) -> str:
     known = [
         f"{key} {role[key]}" for key in ("status", "run_id", "round", "epsilon", "reason") if role.get(key)
     ]
+    if role.get("epsilon"):
+        known.append("what epsilon means: fedlora report RUN")
     if role["alive"] and isinstance(role.get("connected"), bool):
         known.append("connected" if role["connected"] else "not connected")
     parts = [f"{alive} (pid {role['pid']})", *known, f"changed {age:.0f} s ago"]

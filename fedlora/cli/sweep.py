@@ -12,6 +12,7 @@ import typer
 
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, emit
 from fedlora.errors import ConfigError
+from fedlora.figures import at_least_digits
 from fedlora.files import replace_text
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def sweep(
 ) -> None:
     """Run a sweep."""
     from fedlora.config import load_config
+    from fedlora.report.conditions import conditions_line, conditions_of
     from fedlora.simulation.clients_ledger import ledger_file
     from fedlora.simulation.sweep import SweepPlan, run_sweep
     from fedlora.simulation.sweep_report import plot_svg, table_csv, table_text
@@ -96,7 +98,11 @@ def sweep(
         cpus_per_trial=cpus_per_trial,
         progress=note,
     )
-    table = table_text(results, metric, plan.larger_is_better)
+    means = (
+        f"epsilon: of each trial alone; {conditions_line(conditions_of(settings))}; where a trial changes one of "
+        "these, its own summary.json says what holds"
+    )
+    table = f"{table_text(results, metric, plan.larger_is_better)}\n{means}"
     replace_text(out / "table.txt", table + "\n")
     replace_text(out / "table.csv", table_csv(results))
     replace_text(out / "plot.svg", plot_svg(results, metric))
@@ -106,7 +112,12 @@ def sweep(
         else f"all trials spend from {ledger_file(settings).absolute()}, as runs do; it adds up: {_spent(results)}"
     )
     emit(
-        {"out": str(out), "ledger": told, "trials": [dataclasses.asdict(one) for one in results]},
+        {
+            "out": str(out),
+            "ledger": told,
+            "epsilon_means": means,
+            "trials": [dataclasses.asdict(one) for one in results],
+        },
         as_json=as_json,
         text=f"{table}\n{told}\ntable and plot: {out}",
     )
@@ -114,7 +125,7 @@ def sweep(
 
 def _spent(results: Sequence[TrialResult]) -> str:
     spends = [one.spent for one in results if one.spent is not None]
-    return f"epsilon {max(spends):.4g} so far" if spends else "nothing so far"
+    return f"epsilon {at_least_digits(max(spends))} so far" if spends else "nothing so far"
 
 
 def parse_grid(items: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -229,5 +229,10 @@ def _registry() -> Registry:
         "Seconds of the last round outside training and model loading.",
     )
     registry.describe("fedlora_rounds_total", "counter", "Client rounds by outcome.")
-    registry.describe("fedlora_epsilon_spent", "gauge", "Epsilon that the client's own ledger says is spent.")
+    registry.describe(
+        "fedlora_epsilon_spent",
+        "gauge",
+        "Epsilon that the client's own ledger says is spent; fedlora budget show says its delta, unit, relation, "
+        "adversary, accountant and sampling.",
+    )
     return registry

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 
 from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
-from fedlora.data import Encoded
+from fedlora.data import Encoded, Task
 from fedlora.errors import SensitivityMismatchError
 from fedlora.mechanisms.base import LocalState
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
@@ -115,7 +115,8 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     allowed = bound * parts**0.5
     if 0.0 < worst < allowed:
         louder = _OVER_THE_BOUND * allowed / worst
-        worst = max(worst, _largest_move(replace(bench, task=_Louder(bench.task, louder)), state, records)[1])
+        loud = replace(bench, task=cast("Task", _Louder(bench.task, louder)))
+        worst = max(worst, _largest_move(loud, state, records)[1])
     passed = whole.bound == bound and worst <= allowed * (1 + _tolerance(bench.config))
     said = "" if louder == 1.0 else f", losses scaled by {louder:.3g}"
     return SelfCheck("clip is active", passed, f"largest move {worst:.4g}, bound {allowed:.4g}{said}")

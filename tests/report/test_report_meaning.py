@@ -1,0 +1,47 @@
+"""Wherever a command shows an epsilon, what it means stands beside it, or where to read it."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+from fedlora.cli import dock_release, metrics, status, sweep, trainer
+from fedlora.specs.types import PrivacyStatement
+
+STATED = PrivacyStatement(
+    "dp",
+    epsilon=1.23456,
+    delta=1e-5,
+    unit="record",
+    adjacency="add_or_remove",
+    adversary="anyone who sees the file",
+    accountant="pld",
+    sampling="none",
+    num_events=3,
+)
+WORDS = ("record", "add_or_remove", "anyone who sees the file", "1e-05", "pld", "none")
+
+
+def test_the_figures_of_a_server_and_a_site_say_where_their_meaning_stands():
+    assert "fedlora report RUN says its unit" in metrics.server_registry().text()
+    described = trainer._registry().text()
+    assert "fedlora budget show says its delta" in described
+
+
+def test_the_status_of_a_server_says_where_its_epsilons_meaning_stands():
+    role = {"role": "server", "folder": "s", "alive": True, "pid": 1, "updated": time.time(), "epsilon": 1.5}
+    assert "what epsilon means: fedlora report RUN" in status._line(role)
+    assert "what epsilon means" not in status._line({**role, "epsilon": None})
+
+
+def test_a_written_specification_says_what_its_epsilon_means(tmp_path):
+    said = dock_release._release_text(tmp_path / "x.json", STATED, 2.0, "clinic-a")
+    assert "epsilon 1.2346 " in said
+    assert all(word in said for word in WORDS)
+    assert "fedlora budget show" in said
+
+
+def test_what_a_sweep_has_spent_is_rounded_up():
+    assert (
+        sweep._spent([SimpleNamespace(spent=1.00001), SimpleNamespace(spent=None)]) == "epsilon 1.001 so far"
+    )
