@@ -18,6 +18,9 @@ from fedlora.figures import at_least
 from fedlora.report.conditions import conditions_line
 
 RECENT: Final = 8
+WIDE: Final = 80
+NARROW: Final = 36
+"""Columns of a terminal that hold the whole table, and those that hold round, clients, one metric and epsilon."""
 _FIRST: Final = ("accuracy", "exact_match", "perplexity", "loss")
 
 
@@ -68,13 +71,15 @@ class LiveView:
         return Group(self._head(), self._table(), self._means())
 
     def _head(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 2))
         shown = [f"round {self._round}/{self._total}"]
         shown += [f"{name} {self._metrics[name]:.4f}" for name in _FIRST if name in self._metrics]
         if self._epsilon is not None:
             shown.append(f"epsilon {at_least(self._epsilon)}")
         if self._refused or self._failed:
             shown.append(f"{self._refused} refusals, {self._failed} failures")
+        if self._console.width < WIDE:
+            return Text(", ".join(shown))
+        grid = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(1, self._total), completed=self._round, width=24)
         grid.add_row(
             bar, Text("  ".join(shown)), Text(f"{time.monotonic() - self._started:.0f} s", style="dim")
@@ -86,11 +91,22 @@ class LiveView:
             return Text("starting", style="dim")
         names = [name for name in _FIRST if any(name in (one.get("metrics") or {}) for one in self._records)]
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for head in ("round", "clients", *names, "epsilon", "residual", "MB up", "seconds", "not used"):
-            table.add_column(head, justify="left" if head == "not used" else "right")
+        heads = ("round", "clients", *names, "epsilon", "residual", "MB up", "seconds", "not used")
+        kept = [place for place, head in enumerate(heads) if self._fits(head, names)]
+        for place in kept:
+            table.add_column(heads[place], justify="left" if heads[place] == "not used" else "right")
         for one in self._records:
-            table.add_row(*_row(one, names))
+            cells = _row(one, names)
+            table.add_row(*(Text(_printable(cells[place])) for place in kept))  # names are no markup
         return table
+
+    def _fits(self, head: str, names: list[str]) -> bool:
+        """Return whether a column is shown: a narrow terminal keeps few whole ones instead of many cut ones."""
+        if self._console.width >= WIDE:
+            return True
+        return head in ("round", "epsilon") or (
+            self._console.width >= NARROW and head in ("clients", *names[:1])
+        )
 
     def _means(self) -> RenderableType:
         if self._conditions is None:
@@ -113,6 +129,10 @@ def _row(record: Mapping[str, Any], names: list[str]) -> list[str]:
         _figure(sum(float(value) for value in seconds.values()), ".2f"),
         said,
     ]
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _epsilon(value: Any) -> str:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from fedlora.config.schema import TrackingConfig
 from fedlora.errors import ConfigError
+from fedlora.figures import at_least
 from fedlora.report import trackers
 from fedlora.report.conditions import conditions_line, conditions_of
 from fedlora.report.diagnostics import RoundDiagnostics, gauge_drift
@@ -438,3 +439,27 @@ def test_a_server_that_is_gone_costs_mlflow_seconds_not_minutes(monkeypatch):
     assert {name: os.environ[name] for name in trackers._PATIENCE} == trackers._PATIENCE
     for name in trackers._PATIENCE:
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("width", [200, 80, 40, 24])
+def test_the_live_view_cuts_no_figure_on_a_narrow_terminal(prism_run, tiny_world, tmp_path, width):
+    conditions = conditions_of(configuration(tiny_world, tmp_path, privacy={"noise_source": "os"}))
+    console = Console(file=io.StringIO(), width=width)
+    view = LiveView(console, 3, conditions)
+    lines = metric_lines(prism_run.folder)
+    for line in lines:
+        view.note(line)
+    console.print(view.view())
+    said = console.file.getvalue()
+    assert at_least(lines[-1]["epsilon"]) in said
+    assert all(word in said for word in ("add_or_remove", "0.0001", "Poisson"))
+    assert "…" not in said
+
+
+def test_names_of_clients_are_no_markup_of_the_live_view():
+    console = Console(file=io.StringIO(), width=120)
+    view = LiveView(console, 3, None)
+    view.note({"round": 1, "epsilon": math.inf, "refused": {"[/red]x": "E", "b\x1b[2J": "F"}, "failed": {}})
+    console.print(view.view())
+    assert "[/red]x" in console.file.getvalue()
+    assert "\x1b" not in console.file.getvalue()
