@@ -223,6 +223,10 @@ def finish(
     emit(result, as_json=as_json, text=_text(result))
 
 
+_UNIT = "whatever was clipped before the noise: one record, or one client's whole update"
+_ADVERSARY = "sees all {releases} releases and knows everything but that unit; what it must not see is a condition"
+
+
 def _text(result: Mapping[str, Any]) -> str:
     epsilon = result["epsilon"]
     shown = epsilon if isinstance(epsilon, str) else at_least_digits(epsilon, 6)
@@ -230,6 +234,8 @@ def _text(result: Mapping[str, Any]) -> str:
         f"epsilon {shown} at delta {result['delta']:g}",
         f"  bound:      {result['accountant']}",
         f"  neighbours: {result['adjacency']}",
+        f"  unit:       {result['unit'] or _UNIT}",
+        f"  adversary:  {_ADVERSARY.format(releases=result['num_events'])}",
     ]
     for name, value in result["alternatives"].items():
         lines.append(f"  also:       {name}: {value if isinstance(value, str) else f'{value:.6g}'}")
