@@ -101,6 +101,9 @@ class SlowWire:
         muted: set from then on.
         loss: every so many chunks one waits for a second more, as a lost packet does; 0 loses none.
         allowed: bytes that may still go up; None for all.
+        since: asked at each chunk that goes up; what goes before it is True counts neither in `counted` nor against
+            `allowed` (polls and heartbeats, of which a slow machine sends many).
+        counted: bytes that went up since then.
     """
 
     def __init__(self, space: str | None, target: tuple[str, int]) -> None:
@@ -108,6 +111,8 @@ class SlowWire:
         self.up = 0
         self.delay, self.loss = 0.0, 0
         self.allowed: int | None = None
+        self.since: Callable[[], bool] | None = None
+        self.counted = 0
         self.stopped = threading.Event()
         self.mute_when: Callable[[], bool] | None = None
         self.muted = threading.Event()
@@ -119,7 +124,7 @@ class SlowWire:
 
     def normal(self) -> None:
         """Let everything through again; what was held back is gone, its connections are closed."""
-        self.allowed, self.mute_when = None, None
+        self.allowed, self.mute_when, self.since = None, None, None
         self.delay, self.loss = 0.0, 0
         self.stopped.clear()
         self.muted.clear()
@@ -166,7 +171,11 @@ class SlowWire:
             time.sleep(1.0)
 
     def _upward(self, data: bytes, sink: socket.socket) -> bool:
-        allowed = self.allowed  # `normal` may change it at any time
+        allowed, since = self.allowed, self.since  # `normal` may change them at any time
+        if since is not None and not since():
+            allowed = None
+        else:
+            self.counted += len(data)
         if allowed is not None and len(data) > allowed:
             sink.sendall(data[:allowed])
             self.up += allowed
