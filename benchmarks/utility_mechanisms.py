@@ -11,7 +11,8 @@ tokens, trained head.
 
 Everything that is tuned is tuned alike: `--rates` is one grid of server learning rates, tried on one seed; group
 weights and clipping norms come from public random sequences (`auto`; C = --clip-factor x the public typical norm), or
-from `--weights`; a new head starts at the size at which they are measured (`--head-start`). Clients
+from `--weights`; a new head starts at a typical size (`--head-start`), does not move along the common part of
+its inputs (`--head-input`) and steps at the rate of their norm (`--no-head-rates`). Clients
 send plain noised steps (one a round); moments live at the server in intrinsic coordinates.
 Noise is seeded so that a table repeats: these runs measure accuracy and protect nobody.
 """
@@ -36,6 +37,7 @@ from fedlora.mechanisms.base import build_mechanism
 from fedlora.mechanisms.noise import SeededNoise
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
 from fedlora.training.cohort import ClientJob, CohortEngine
+from fedlora.training.heads import with_head_rates
 from fedlora.training.sampling import PoissonSampler, SeededCoins
 
 
@@ -53,7 +55,8 @@ def run(bench: Bench, spec: Spec) -> dict[str, Any]:
             bench.args, facts, spec.kind, spec.epsilon, spec.clip, spec.weights, spec.lr, eps, spec.sigmas
         ),
     )
-    mechanism = build_mechanism(config, layout)
+    config = with_head_rates(config, bench.parts)
+    mechanism = replace(build_mechanism(config, layout), left_out=adapted.left_out)
     engine = CohortEngine(adapted, mechanism, bench.parts.task, config)
     engine.passes.max_tokens = bench.args.pass_tokens
     payload = mechanism.initial_payload(adapted)
@@ -222,6 +225,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--head-start", choices=["model", "typical"], default="typical", help="adapter.head_start"
+    )
+    parser.add_argument(
+        "--head-input", choices=["model", "centered"], default="centered", help="adapter.head_input"
+    )
+    parser.add_argument(
+        "--no-head-rates", dest="head_rates", action="store_false", help="the head steps like the rest"
     )
     parser.add_argument("--init", default="orthonormal", help="adapter.init, the same for every mechanism")
     parser.add_argument("--modules", nargs="+", default=["query", "value"], help="adapter.target_modules")

@@ -105,14 +105,16 @@ def make_config(
             "head_noise_multiplier": args.head_noise * (sigmas[1] if sigmas else 1.0), "rank_cap": 64,
         }  # fmt: skip
     source, evaluation, columns = data_source(args)
-    optimizer = {"kind": "mean"} if kind == "noisy_projection" else {"kind": "adam", "lr": lr, "eps": eps}
+    optimizer = {"kind": "mean"} if kind == "noisy_projection" else {
+        "kind": "adam", "lr": lr, "eps": eps, "head_rates": "auto" if args.head_rates else {}}  # fmt: skip
     local = lr if kind == "noisy_projection" else 1.0
     return FedLoraConfig.model_validate_json(json.dumps({
         "schema": 1,
         "run": {"name": "utility", "seed": args.base_seed},
         "model": {"name_or_path": args.model, "task": "sequence-classification", "device": args.device},
         "adapter": {"rank": 8, "lora_alpha": args.lora_alpha, "init": args.init,
-                    "target_modules": args.modules, "modules_to_save": [args.head], "head_start": args.head_start},
+                    "target_modules": args.modules, "modules_to_save": [args.head], "head_start": args.head_start,
+                    "head_input": args.head_input},
         "data": {"source": source, "name": "utility", "columns": columns, "max_length": 64, "public_eval": evaluation,
                  "partition": {"kind": "quantity", "clients": facts["clients"]}},
         "mechanism": mechanism, "privacy": privacy,
@@ -161,7 +163,7 @@ def public_rule(bench: Bench, kind: str, epsilon: float | None) -> Rule:
             lambda s: step_event(with_sigma(config, s), layout).times(facts["rounds"]), target, facts["delta"],
             tolerance=1e-3,
         )  # fmt: skip
-    mechanism = build_mechanism(config, layout)
+    mechanism = replace(build_mechanism(config, layout), left_out=bench.parts.adapted.left_out)
     norms = group_norms(mechanism, bench.parts)
     rule = neyman_weights(norms, {
         GROUP_ADAPTERS: sum(mechanism_dimension(kind, s) for s in layout.modules.values()),

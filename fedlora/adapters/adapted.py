@@ -36,6 +36,7 @@ class AdaptedModel:
         pattern_matches: rank and alpha pattern key to the number of layers that it matched.
         dropout: whether LoRA dropout is on (then passes run in train mode).
         removed: module path to what `init: spectral` took out of the base weight; empty otherwise. PUBLIC.
+        left_out: directions in which trained heads do not move (see `Mechanism.left_out`). PUBLIC.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class AdaptedModel:
     pattern_matches: Mapping[str, int] = field(default_factory=dict)
     dropout: bool = False
     removed: Mapping[str, RemovedPart] = field(default_factory=dict)
+    left_out: dict[str, torch.Tensor] = field(default_factory=dict)
     _able: dict[str, list[Any]] = field(default_factory=dict, repr=False, compare=False)
     _shared: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 

@@ -25,6 +25,7 @@ class TapSession:
         blocks: per-record blocks, accumulation dtype (float32 or float64).
         cores: per-record r x r cores of `tangent` views.
         anchor: a scalar that requires grad, so that taps under a frozen input are reached.
+        left_out: name of a trained matrix to a unit vector (in,) of its input's space in which it does not move.
     """
 
     records: RecordAxis
@@ -33,6 +34,7 @@ class TapSession:
     blocks: FlatBlocks
     cores: FlatBlocks | None
     anchor: torch.Tensor
+    left_out: Mapping[str, torch.Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
     gram_norms: dict[str, torch.Tensor] = field(default_factory=dict)
     _outer: dict[str, list[OuterGradient]] = field(default_factory=dict)
@@ -106,9 +108,12 @@ class TapSession:
         self.gram_norms[name] = squared
 
     def keep_outer(self, name: str, g: torch.Tensor, x: torch.Tensor, transposed: bool) -> None:
-        """Keep the factors of a Linear's weight gradient."""
+        """Keep the factors of a Linear's weight gradient, without what `left_out` says."""
+        wide = x.detach().to(self.accumulate)
+        if name in self.left_out:
+            wide = without_direction(wide, self.left_out[name])
         self._outer.setdefault(name, []).append(
-            OuterGradient(g.detach().to(self.accumulate), x.detach().to(self.accumulate), transposed)
+            OuterGradient(g.detach().to(self.accumulate), wide, transposed)
         )
 
     def keep_lookup(self, name: str, g: torch.Tensor, ids: torch.Tensor, num_rows: int) -> None:
@@ -141,3 +146,10 @@ class TapSession:
                 )
             )
         return kept
+
+
+def without_direction(rows: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """Return rows (..., width) less their part along a unit vector (width,), taken off twice against rounding."""
+    for _ in range(2):
+        rows = rows - (rows @ direction).unsqueeze(-1) * direction
+    return rows

@@ -54,6 +54,16 @@ def aggregation_problems(federation: FederationConfig, privacy: PrivacyConfig) -
     return problems
 
 
+def _rate_problems(federation: FederationConfig, layout: AdapterLayout) -> list[str]:
+    rates = federation.server_optimizer.head_rates
+    heads = sorted(name.removesuffix("|weight") for name in layout.extra if name.endswith("|weight"))
+    return [
+        f"federation.server_optimizer.head_rates: {module} is no trained head; allowed are {', '.join(heads) or 'none'}"
+        for module in ([] if rates == "auto" else rates)
+        if module not in heads
+    ]
+
+
 def _robust_problems(federation: FederationConfig, client_level: bool) -> list[str]:
     agg = federation.aggregation
     problems = []
@@ -156,6 +166,7 @@ def build_aggregator(
             "mechanism.kind: noisy_projection sends updates under a projection that changes every round; they are "
             "averaged plainly: use robust: none, secure_aggregation: false and privacy.unit: record"
         )
+    problems += _rate_problems(federation, layout)
     if problems:
         raise UnsupportedCombinationError("these settings cannot go together", tuple(problems))
     agg = federation.aggregation

@@ -15,6 +15,7 @@ import torch
 
 from fedlora.aggregation.types import Float64, State
 from fedlora.config.schema import ServerOptimizerConfig
+from fedlora.errors import ConfigError
 from fedlora.geometry import (
     Frames,
     Tangent,
@@ -23,6 +24,7 @@ from fedlora.geometry import (
     tangent_from_lift,
     transport_first_moment,
 )
+from fedlora.names import block_name
 from fedlora.wire.payload import Array
 
 
@@ -30,15 +32,24 @@ class ServerOptimizer:
     """Turns mean updates into steps and carries the moments between rounds."""
 
     def __init__(self, config: ServerOptimizerConfig) -> None:
-        """Start with zero moments."""
+        """Start with zero moments.
+
+        Raises:
+            ConfigError: if `head_rates` is not resolved yet.
+        """
+        if config.head_rates == "auto":
+            raise ConfigError(
+                "federation.server_optimizer.head_rates: auto is not resolved yet; that takes the model"
+            )
         self._config = config
+        self._rates = {block_name(module, "weight"): rate for module, rate in config.head_rates.items()}
         self._frames: dict[str, Array] = {}
         self._first: dict[str, Float64] = {}
         self._second: dict[str, Float64] = {}
 
     @property
     def plain(self) -> bool:
-        """True if the step is exactly the mean update."""
+        """True if the adapters' step is exactly the mean update (heads may have rates of their own)."""
         return self._config.kind == "mean" and self._config.lr == 1.0
 
     def step_block(self, name: str, update: Float64) -> Float64:
@@ -49,18 +60,19 @@ class ServerOptimizer:
             update: mean update, float64; PUBLIC by now.
         """
         cfg = self._config
+        lr = cfg.lr * self._rates.get(name, 1.0)
         if cfg.kind == "mean":
-            return cfg.lr * update
+            return lr * update
         first = self._first.get(name)
         if cfg.kind == "momentum":
             first = update if first is None else cfg.beta1 * first + update
             self._first[name] = first
-            return cfg.lr * first
+            return lr * first
         first = (1 - cfg.beta1) * update if first is None else cfg.beta1 * first + (1 - cfg.beta1) * update
         second = self._second.get(name, np.full_like(update, cfg.eps**2))
         second = cfg.beta2 * second + (1 - cfg.beta2) * np.square(update)
         self._first[name], self._second[name] = first, second
-        step: Float64 = cfg.lr * first / (np.sqrt(second) + cfg.eps)
+        step: Float64 = lr * first / (np.sqrt(second) + cfg.eps)
         return step
 
     def step_tangent(self, module: str, frames: Frames, update: Tangent) -> Tangent:

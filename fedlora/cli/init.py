@@ -47,6 +47,7 @@ adapter:
   target_modules: [query, value]
   modules_to_save: [classifier]   # the new head is trained, clipped and noised too
   head_start: typical     # a new head starts large enough for the adapters to learn from the first round
+  head_input: centered    # it does not spend its budget on what all inputs have in common
 data:
   name: sample-news       # the data set's name in the privacy ledger
   source: {kind: file, paths: [data/records.jsonl]}
@@ -61,7 +62,7 @@ privacy:
   adjacency: add_or_remove
   target_epsilon: 8.0     # or noise_multiplier; the other one is derived and shown
   target_delta: 1.0e-3
-  max_grad_norm: 0.2      # the clipping norm
+  max_grad_norm: 0.3      # the clipping norm
   group_weights: auto     # weights of head and adapters in that norm, from public random records
   budget: {epsilon: 8.0, delta: 1.0e-3, on_exhausted: refuse}   # over all runs on this data set
   noise_source: os
@@ -75,7 +76,8 @@ federation:
   clients_per_round: all
   min_replies: 2
   aggregation: {kind: mean_b}
-  server_optimizer: {kind: adam, lr: 5.0e-2, beta1: 0.9, beta2: 0.99, eps: 1.0e-3}   # eps: about the mean's noise
+  # eps: about the mean's noise; head_rates: the head steps at the rate of its inputs' norm
+  server_optimizer: {kind: adam, lr: 5.0e-2, beta1: 0.9, beta2: 0.99, eps: 1.5e-3, head_rates: auto}
 deployment: {superlink: "127.0.0.1:8000"}
 """
 

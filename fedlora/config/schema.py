@@ -287,6 +287,7 @@ class ServerOptimizerConfig(Section):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
     eps: Positive = 1e-3
+    head_rates: Literal["auto"] | dict[str, Positive] = Field(default_factory=dict)
 
 
 class FederationConfig(Section):

@@ -40,6 +40,7 @@ class AdapterConfig(Section):
     init: Literal["gaussian", "kaiming", "orthonormal", "spectral"] = "gaussian"
     modules_to_save: tuple[str, ...] = ()
     head_start: Literal["model", "typical"] = "model"
+    head_input: Literal["model", "centered"] = "model"
     rank_pattern: dict[str, Count] = Field(default_factory=dict)
     alpha_pattern: dict[str, Positive] = Field(default_factory=dict)
     dropout: float = Field(default=0.0, ge=0, lt=1)

@@ -14,6 +14,7 @@ from fedlora.accounting import Event, NonPrivateEvent
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.records import RecordAxis
+from fedlora.adapters.session import without_direction
 from fedlora.adapters.views import LayerView
 from fedlora.config.schema import FedLoraConfig, OptimizerConfig, RecordPrivacy
 from fedlora.errors import PrivacyParameterError
@@ -127,6 +128,8 @@ class Mechanism:
         downlink: payload kind that comes down.
         uplink: payload kind that goes up.
         stages: its functions.
+        left_out: name of a trained matrix (out, in) to a public unit vector u (in,): its gradients are taken as
+            G (I - u u^T) before they are clipped, and its noised sums are projected alike: nothing along u is released.
     """
 
     kind: str
@@ -139,6 +142,7 @@ class Mechanism:
     downlink: PayloadKind
     uplink: PayloadKind
     stages: Stages
+    left_out: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -170,13 +174,18 @@ class Mechanism:
         """Add each client's noise, or pass the sums through (and say so) without record-level privacy."""
         if not self.privacy.record_level:
             return pass_through(clipped)
-        return self.stages.noise(self, state, clipped, sources)
+        noised = self.stages.noise(self, state, clipped, sources)
+        for name, direction in self.left_out.items():  # post-processing, of an empty draw's noise too
+            block = noised.blocks[name]
+            block.copy_(without_direction(block, direction))
+        return noised
 
     def for_modules(self, modules: Mapping[str, ModuleSpec]) -> Mechanism:
         """Return this mechanism for other ranks or scalings of the same modules."""
         if dict(modules) == dict(self.layout.modules):
             return self
-        return build_mechanism(self.config, replace(self.layout, modules=dict(modules)))
+        other = build_mechanism(self.config, replace(self.layout, modules=dict(modules)))
+        return replace(other, left_out=self.left_out)
 
 
 def usual_prepare(mechanism: Mechanism, state: LocalState) -> LocalState:

@@ -29,6 +29,7 @@ def per_record_gradients(
     extras: Mapping[str, torch.Tensor],
     records: RecordAxis,
     losses: LossFn,
+    left_out: Mapping[str, torch.Tensor] | None = None,
 ) -> PerRecordGradients:
     """Run one forward and backward and return every record's gradient.
 
@@ -43,6 +44,7 @@ def per_record_gradients(
         extras: trained extra parameters (K, *shape), compute dtype.
         records: SENSITIVE. The batch's record axis, at least one record.
         losses: SENSITIVE. Forward of the batch; each record's loss over its own tokens only.
+        left_out: PUBLIC. See `Mechanism.left_out`.
 
     Returns:
         SENSITIVE per-record gradients.
@@ -59,7 +61,8 @@ def per_record_gradients(
             coordinates.cores, torch.empty(count, coordinates.cores.size, dtype=wide, device=device)
         )
     anchor = torch.zeros((), device=device, requires_grad=True)
-    session = TapSession(records, views, extras, FlatBlocks(coordinates.stored, flat), cores, anchor)
+    blocks = FlatBlocks(coordinates.stored, flat)
+    session = TapSession(records, views, extras, blocks, cores, anchor, left_out or {})
     adapted.prepare_pass()
     with adapted.taps.open(session), torch.enable_grad():
         loss = losses()

@@ -13,6 +13,7 @@ from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Rows, bound_groups, label_names, load_rows, partition_rows, split_validation
 from fedlora.errors import ConfigError, DataError
 from fedlora.training.groups import with_group_weights
+from fedlora.training.heads import with_head_rates
 from fedlora.training.session import Workbench, bind, load_parts, step_event
 
 Index = npt.NDArray[np.int64]
@@ -121,7 +122,7 @@ def complete(config: FedLoraConfig) -> Prepared:
     """
     config = with_labels(config, config.data.labels)
     parts = load_parts(config)
-    config = with_group_weights(config, parts)
+    config = with_group_weights(with_head_rates(config, parts), parts)
     config = derive_noise(config, lambda asked: step_event(asked, parts.adapted.layout))
     return Prepared(config, bind(config, parts))
 

@@ -187,6 +187,7 @@ class PassRunner:
                 extras,
                 records,
                 lambda: only_first(self._task.per_record_loss(adapted.model, moved), real),
+                mechanism.left_out,
             )
         self.seconds += time.perf_counter() - started
         return mechanism.clip(gradients)

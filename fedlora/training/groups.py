@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch import nn
 
-from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.deferred import DeferredGradient, OuterGradient
 from fedlora.adapters.records import RecordAxis
@@ -25,12 +23,10 @@ from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Encoded, Task
 from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.mechanisms.group_weights import (
-    START_LOGIT,
     TRAINED_LOGIT,
     head_scale,
     mechanism_dimension,
     neyman_weights,
-    round_significant,
 )
 from fedlora.mechanisms.per_record import per_record_gradients
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD
@@ -123,6 +119,7 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
             {name: low[name] for name in mechanism.coordinates.extras},
             axis,
             lambda batch=batch: parts.task.per_record_loss(adapted.model, batch),  # type: ignore[misc]
+            mechanism.left_out,
         )
         if first is None:
             _scale_head(low, gradients.deferred)
@@ -132,58 +129,7 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
     return {group: math.sqrt(total / len(records)) for group, total in sums.items()}
 
 
-def start_heads_at_typical_size(config: FedLoraConfig, task: Task, adapted: AdaptedModel) -> dict[str, float]:
-    """Scale trained heads up to a size at which adapters learn at once (`adapter.head_start: typical`).
-
-    A new head's logits can be so flat that the adapters behind it receive next to no gradient for many rounds. Its rows
-    are scaled, never down, until a feature aligned with one gives the logit 2. The features are those of public random
-    sequences, so the start depends on nothing private. Matrices that `dp_sgd` trains are no heads and stay.
-
-    Args:
-        config: PUBLIC.
-        task: the run's task.
-        adapted: its trained linear leaves are scaled in place.
-
-    Returns:
-        Module path to its factor, at least 1. PUBLIC.
-    """
-    targets = config.adapter.target_modules if config.mechanism.kind == "dp_sgd" else ()
-    heads = {
-        name: leaf
-        for name, leaf in adapted.leaves.items()
-        if isinstance(leaf, nn.Linear) and not any(f".{name}".endswith(f".{target}") for target in targets)
-    }
-    squares: dict[str, float] = {}
-    handles = [
-        leaf.register_forward_pre_hook(partial(_keep_square, squares, name)) for name, leaf in heads.items()
-    ]
-    was_training = adapted.model.training
-    adapted.model.eval()
-    batch = {
-        name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
-        for name, value in task.collate(public_records(task, 16)).items()
-    }
-    with torch.no_grad():
-        task.per_record_loss(adapted.model, batch)
-    adapted.model.train(was_training)
-    factors = {}
-    for handle in handles:
-        handle.remove()
-    for name, square in squares.items():
-        row_norm = _row_norm(heads[name].weight)
-        factors[name] = round_significant(head_scale(row_norm, math.sqrt(square), START_LOGIT))
-        heads[name].weight.data.mul_(factors[name])
-    _LOG.info("heads start scaled by %s", factors)
-    return factors
-
-
-def _keep_square(
-    squares: dict[str, float], name: str, _leaf: nn.Module, inputs: tuple[torch.Tensor, ...]
-) -> None:
-    squares[name] = float(inputs[0].double().square().sum(-1).mean())
-
-
-def _row_norm(matrix: torch.Tensor) -> float:
+def row_norm(matrix: torch.Tensor) -> float:
     """Return the root mean square norm of a matrix's rows."""
     return math.sqrt(float(matrix.double().square().sum(1).mean()))
 
@@ -193,9 +139,8 @@ def _scale_head(values: FlatBlocks, heads: Mapping[str, DeferredGradient]) -> No
     for name, gradient in heads.items():
         if isinstance(gradient, OuterGradient):
             rows = values[name][0].mT if gradient.transposed else values[name][0]
-            row_norm = _row_norm(rows)
             feature_norm = math.sqrt(float(gradient.x.double().square().sum(2).mean()))
-            values[name].mul_(head_scale(row_norm, feature_norm, TRAINED_LOGIT))
+            values[name].mul_(head_scale(row_norm(rows), feature_norm, TRAINED_LOGIT))
 
 
 def with_group_weights(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:
@@ -210,7 +155,7 @@ def with_group_weights(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:
     if config.mechanism.kind == "noisy_projection" or getattr(config.mechanism, "per_layer_clip", False):
         return _with(config, privacy, "equal")
     probe = _with(config, privacy, "equal")
-    mechanism = build_mechanism(probe, parts.adapted.layout)
+    mechanism = replace(build_mechanism(probe, parts.adapted.layout), left_out=parts.adapted.left_out)
     if set(mechanism.metric.group_of.values()) != {GROUP_ADAPTERS, GROUP_HEAD}:
         return probe
     layout = parts.adapted.layout

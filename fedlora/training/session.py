@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fedlora.accounting import Event, NonPrivateEvent
@@ -25,7 +25,7 @@ from fedlora.errors import ConfigError, LayoutMismatchError, StaleRoundError, Wi
 from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.mechanisms.projection_rules import head_figures
 from fedlora.training.charging import charged_event
-from fedlora.training.groups import start_heads_at_typical_size
+from fedlora.training.heads import center_heads, start_heads_at_typical_size
 from fedlora.training.requests import RoundRequest
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
@@ -82,6 +82,8 @@ def load_parts(config: FedLoraConfig) -> Parts:
     adapted = inject(
         base.model, config.adapter, seed=config.run.seed, fingerprint=base.fingerprint, adapt=adapt
     )
+    if config.adapter.head_input == "centered":
+        center_heads(config, task, adapted)
     if config.adapter.head_start == "typical":
         start_heads_at_typical_size(config, task, adapted)
     return Parts(base, task, adapted)
@@ -93,7 +95,7 @@ def bind(config: FedLoraConfig, parts: Parts) -> Workbench:
     Raises:
         UnsupportedCombinationError: if the configuration's parts make no sense together.
     """
-    mechanism = build_mechanism(config, parts.adapted.layout)
+    mechanism = replace(build_mechanism(config, parts.adapted.layout), left_out=parts.adapted.left_out)
     event = step_event(config, parts.adapted.layout)
     return Workbench(config, parts.base, parts.task, parts.adapted, mechanism, event)
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from aggregation_cases import KINDS, LAYOUT, aggregator, dense, federation, random_payload, relative, run
 
-from fedlora.aggregation import RoundRules, aggregation_problems
+from fedlora.aggregation import RoundRules, aggregation_problems, build
 from fedlora.aggregation.running_sum import RunningSum
-from fedlora.config.schema import NoPrivacy
-from fedlora.errors import InconsistentRepliesError, TooFewRepliesError
+from fedlora.aggregation.server_optimizer import ServerOptimizer
+from fedlora.config.schema import NoPrivacy, ServerOptimizerConfig
+from fedlora.errors import ConfigError, InconsistentRepliesError, TooFewRepliesError
 from fedlora.wire import payload_fingerprint
 
 
@@ -258,6 +259,31 @@ def test_momentum_and_adam_follow_their_formulas_at_a_common_a():
                 m, v = 0.8 * m + 0.2 * delta, 0.95 * v + 0.05 * delta**2
                 value = value + 0.3 * m / (np.sqrt(v) + 1e-2)
         np.testing.assert_allclose(point.blocks[name], value, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", [{"kind": "mean"}, {"kind": "momentum"}, {"kind": "adam", "lr": 0.05}])
+def test_a_heads_rate_multiplies_its_steps_and_no_other_blocks(kind, optimizer):
+    down, up = KINDS[kind]
+    start, sent = random_payload(down, 0), random_payload(up, 1, scale=0.1)
+    ends = []
+    for rates in ({}, {"score": 2.5}):
+        agg = aggregator(kind, optimizer={**optimizer, "head_rates": rates})
+        agg.begin(start)
+        assert agg.add("c", sent)
+        ends.append(agg.finish().payload)
+    head = "score|weight"
+    moved = [end.blocks[head] - start.blocks[head] for end in ends]
+    np.testing.assert_allclose(moved[1], 2.5 * moved[0], rtol=1e-4, atol=1e-6)
+    for name in ends[0].blocks.keys() - {head}:
+        np.testing.assert_array_equal(ends[0].blocks[name], ends[1].blocks[name])
+
+
+def test_rates_of_no_head_and_unresolved_rates_are_refused():
+    with pytest.raises(ConfigError, match="not resolved"):
+        ServerOptimizer(ServerOptimizerConfig(head_rates="auto"))
+    problems = build._rate_problems(federation(optimizer={"head_rates": {"scroe": 2.0}}), LAYOUT)
+    assert problems == ["federation.server_optimizer.head_rates: scroe is no trained head; allowed are score"]
 
 
 @pytest.mark.parametrize("optimizer", [{"kind": "momentum", "lr": 0.5}, {"kind": "adam", "lr": 0.05}])

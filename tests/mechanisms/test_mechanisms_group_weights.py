@@ -136,16 +136,16 @@ def test_a_typical_head_start_scales_new_heads_alike_whatever_their_first_size(
     import torch
     from engine_zoo import ZooTask, adapted_model, config, records
 
-    from fedlora.training import groups
+    from fedlora.training import heads
 
-    monkeypatch.setattr(groups, "public_records", lambda task, count=16: records("bert", (5,) * count))
+    monkeypatch.setattr(heads, "public_records", lambda task, count=16: records("bert", (5,) * count))
     ends, logits = [], []
     for size in (1e-2, 1e-4, 1e4):
         adapted = adapted_model("bert")
         leaf = adapted.leaves["classifier"]
         leaf.weight.data.mul_(size)
         mode = adapted.model.training
-        factors = groups.start_heads_at_typical_size(
+        factors = heads.start_heads_at_typical_size(
             config("prism"),
             ZooTask("bert"),
             adapted,  # type: ignore[arg-type]
@@ -159,6 +159,6 @@ def test_a_typical_head_start_scales_new_heads_alike_whatever_their_first_size(
     assert logits[2] == 1.0
     full = adapted_model("bert", adapt="full")
     matrices = config("dp_sgd", adapter={"target_modules": ("query", "value")})
-    scaled = groups.start_heads_at_typical_size(matrices, ZooTask("bert"), full)  # type: ignore[arg-type]
+    scaled = heads.start_heads_at_typical_size(matrices, ZooTask("bert"), full)  # type: ignore[arg-type]
     assert len(full.leaves) > 1
     assert set(scaled) <= {"classifier"}
