@@ -224,7 +224,9 @@ def finish(
 
 
 _UNIT = "whatever was clipped before the noise: one record, or one client's whole update"
-_ADVERSARY = "sees all {releases} releases and knows everything but that unit; what it must not see is a condition"
+_ADVERSARY = (
+    "sees all {releases} releases and knows everything but that unit; what it must not see is a condition"
+)
 
 
 def _text(result: Mapping[str, Any]) -> str:
