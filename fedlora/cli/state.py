@@ -73,7 +73,7 @@ class AuditLog:
     """Append-only JSON lines, each synced to disk before the next thing happens; no data, no gradients."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open the file (0600); None keeps nothing.
+        """Open the file (0600); None keeps nothing. A line that a power failure cut stays, closed by a new line.
 
         Raises:
             DeploymentError: if it cannot be opened.
@@ -83,7 +83,10 @@ class AuditLog:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            size = os.fstat(self._handle).st_size
+            if size > 0 and os.pread(self._handle, 1, size - 1) != b"\n":
+                os.write(self._handle, b"\n")
         except OSError as error:
             raise DeploymentError(f"audit log {path}: cannot be opened ({error.strerror})") from None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.cli.state import AuditLog
 from fedlora.files import replace_text
 from fedlora.simulation.sweep import SweepPlan, TrialResult, finished_trials, plan_trials, run_sweep
 
@@ -76,3 +77,15 @@ def test_a_cut_line_of_a_killed_sweep_does_not_swallow_the_next_trial(
     (tmp_path / "trials.jsonl").write_text(json.dumps({"name": first.name})[:-4])
     run_sweep(plan, tmp_path, in_process=True)
     assert set(finished_trials(tmp_path)) == {first.name, second.name}
+
+
+def test_an_audit_log_cut_by_a_power_failure_keeps_its_next_entry_whole(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_bytes(b'{"what": "first"}\n{"what": "sec')
+    for what in ("third", "fourth"):
+        log = AuditLog(path)
+        log.write(what)
+        log.close()
+    lines = path.read_text().splitlines()
+    assert lines[:2] == ['{"what": "first"}', '{"what": "sec']
+    assert [json.loads(line)["what"] for line in lines[2:]] == ["third", "fourth"]
