@@ -6,6 +6,7 @@ import datetime
 import functools
 import json
 import os
+import queue
 import sys
 import threading
 from pathlib import Path
@@ -54,20 +55,19 @@ def test_a_trainer_that_stops_late_leaves_its_successors_socket_alone(place: Pat
 
 
 def test_work_ahead_starts_when_the_answer_has_left_and_its_failure_harms_nobody(place: Path) -> None:
-    began, answered, waited = threading.Event(), threading.Event(), []
+    answered: threading.Event = threading.Event()
+    waited: queue.Queue[bool] = queue.Queue()
 
     def ahead() -> None:
-        began.set()
-        waited.append(answered.wait(30))
+        waited.put(answered.wait(30))
         raise ValueError("not now")
 
     service = TrainerService(Echo(), place / "s", ensure_token(place / "token"), after=ahead)
     service.start()
     assert client(place).exchange(Packet({"op": "round"})).header == {"op": "round"}
     answered.set()
-    assert began.wait(30)
+    assert waited.get(timeout=60), "the answer waited for the work ahead"
     assert client(place).exchange(Packet({"op": "next"})).header == {"op": "next"}
-    assert waited == [True], "the answer waited for the work ahead"
     service.stop()
 
 
