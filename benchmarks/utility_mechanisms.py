@@ -12,7 +12,7 @@ tokens, trained head.
 Everything that is tuned is tuned alike: `--rates` is one grid of server learning rates, tried on one seed; group
 weights and clipping norms come from public random sequences (`auto`; C = --clip-factor x the public typical norm), or
 from `--weights`; a new head starts at a typical size (`--head-start`), does not move along the common part of
-its inputs (`--head-input`) and steps at the rate of their norm (`--no-head-rates`). Clients
+its inputs with `--head-input centered` and steps at the rate of their norm with `--head-rates`. Clients
 send plain noised steps (one a round); moments live at the server in intrinsic coordinates.
 Noise is seeded so that a table repeats: these runs measure accuracy and protect nobody.
 """
@@ -227,10 +227,10 @@ def main() -> None:
         "--head-start", choices=["model", "typical"], default="typical", help="adapter.head_start"
     )
     parser.add_argument(
-        "--head-input", choices=["model", "centered"], default="centered", help="adapter.head_input"
+        "--head-input", choices=["model", "centered"], default="model", help="adapter.head_input"
     )
     parser.add_argument(
-        "--no-head-rates", dest="head_rates", action="store_false", help="the head steps like the rest"
+        "--head-rates", action="store_true", help="head_rates: auto; otherwise the head steps like the rest"
     )
     parser.add_argument("--init", default="orthonormal", help="adapter.init, the same for every mechanism")
     parser.add_argument("--modules", nargs="+", default=["query", "value"], help="adapter.target_modules")
