@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,9 +72,20 @@ class LineStore:
         Raises:
             DataError: if the file changed since it was indexed.
         """
+        return next(self.read_many([index]))
+
+    def read_many(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Read and parse many lines, opening the file once.
+
+        Raises:
+            DataError: if the file changed since it was indexed, or while it is read.
+        """
         with self._file.open() as handle:
-            handle.seek(int(self._offsets[index]))
-            return self._parsed(handle.readline(), index)
+            for index in indices:
+                self._file.still(handle)
+                handle.seek(int(self._offsets[index]))
+                yield self._parsed(handle.readline(), index)
+        self._file.check()
 
     def column(self, name: str) -> list[Any]:
         """Return one column of all records in one pass over the file.

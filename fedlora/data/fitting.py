@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from fedlora.data.rows import Index, Rows
-from fedlora.data.tasks.base import Task, encode_row
+from fedlora.data.tasks.base import Task, encode_rows
 
 SECONDS: Final = 5.0
 """Time that the check may take; records that it does not reach are checked when they are drawn."""
@@ -37,9 +37,11 @@ def check_records(task: Task, rows: Rows, parts: Mapping[str, Index], *, seconds
     """
     places = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *parts.values()]))
     end = time.perf_counter() + seconds
-    for count, place in enumerate(places.tolist()):
+    encoded = encode_rows(task, rows, places.tolist())
+    for count in range(len(places)):
         if time.perf_counter() > end:
             _LOG.info("checked %d of %d records; the others are checked when drawn", count, len(places))
             return count
-        encode_row(task, rows, place)
+        next(encoded)
+    next(encoded, None)  # the look at the file after the pass
     return len(places)

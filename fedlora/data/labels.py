@@ -50,6 +50,11 @@ def label_names(
             found |= {label_text(part) for part in parts}
         except DataError as fault:
             raise DataError(f"{rows.origin(place)}: {fault}") from None
+    if len(found) == 1:
+        raise DataError(
+            "the records have one label only, and a classification needs two; state data.labels with every label, or "
+            "set model.num_labels to 1 for a regression"
+        )
     if not found:
         if model_config.num_labels is not None:
             return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -28,7 +29,11 @@ class Origin:
 
 
 class RowStore(Protocol):
-    """Random access to the records of one source; SENSITIVE."""
+    """Random access to the records of one source; SENSITIVE.
+
+    A store may also have `read_many(indices)`, an iterator over many records that opens its file or asks its database
+    once, and `column(name)`, one column of all records.
+    """
 
     columns: tuple[str, ...]
 
@@ -80,7 +85,22 @@ class Rows(Sequence[Row]):
         if isinstance(item, slice):
             return self.subset(np.arange(len(self), dtype=np.int64)[item])
         place = int(self._index[item])
-        row = self._read(place)
+        return self._checked(place, self._guarded(place, lambda: self._store.read(place)))
+
+    def read_many(self, chosen: npt.ArrayLike) -> Iterator[Row]:
+        """Read chosen records in the order given, in one pass: a file is opened once, not once a record.
+
+        Raises:
+            DataError: as for one record, when the pass comes to it.
+        """
+        places: list[int] = self._index[np.asarray(chosen, dtype=np.int64)].tolist()
+        rows = read_rows(self._store, places)
+        for place in places:
+            yield self._checked(place, self._guarded(place, lambda: next(rows)))
+        next(rows, None)  # what a store checks at the end of a pass
+
+    def _checked(self, place: int, row: Row) -> Row:
+        """Return a record with its roles; one whose texts are no Unicode is refused."""
         for role, column in self._roles.items():
             if column not in row:
                 raise DataError(f"{self._store.origin(place)}: column {column!r} (for {role}) is missing")
@@ -93,9 +113,9 @@ class Rows(Sequence[Row]):
             )
         return row
 
-    def _read(self, place: int) -> Row:
+    def _guarded(self, place: int, read: Callable[[], Row]) -> Row:
         try:
-            return self._store.read(place)
+            return read()
         except (FedLoraError, MemoryError):
             raise
         except Exception as fault:
@@ -105,8 +125,8 @@ class Rows(Sequence[Row]):
             ) from None
 
     def __iter__(self) -> Iterator[Row]:
-        """Read the records one after the other."""
-        return (self[place] for place in range(len(self)))
+        """Read the records one after the other, in one pass."""
+        return self.read_many(np.arange(len(self), dtype=np.int64))
 
     def origin(self, item: int) -> Origin:
         """Return file and row of one record."""
@@ -143,12 +163,17 @@ class Rows(Sequence[Row]):
             values = fast(source)
             return [values[int(place)] for place in self._index]
         found = []
-        for place in range(len(self)):
-            row = self[place]
+        for place, row in enumerate(self):
             if name not in row:
                 raise DataError(f"{self.origin(place)}: column {name!r} is missing")
             found.append(row[name])
         return found
+
+
+def read_rows(store: RowStore, indices: Sequence[int]) -> Iterator[Row]:
+    """Read many records of a store, in one pass where it can."""
+    many: Callable[[Sequence[int]], Iterator[Row]] | None = getattr(store, "read_many", None)
+    return iter(many(indices)) if many is not None else map(store.read, indices)
 
 
 class ListStore:
@@ -197,6 +222,13 @@ class ConcatStore:
         """Return one record of the store that holds it."""
         store, place = self._locate(index)
         return store.read(place)
+
+    def read_many(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Read many records; neighbours from one store in one pass over it."""
+        located = (self._locate(index) for index in indices)
+        for _, run in groupby(located, key=lambda one: id(one[0])):
+            found = list(run)
+            yield from read_rows(found[0][0], [place for _, place in found])
 
     def origin(self, index: int) -> Origin:
         """Return file and row in the store that holds it."""
@@ -254,7 +286,18 @@ def is_text_valid(value: Any) -> bool:
             return False
         return True
     if isinstance(value, Mapping):
-        return all(is_text_valid(part) for pair in value.items() for part in pair)
+        return _are_texts_valid(value) and _are_texts_valid(value.values())
     if isinstance(value, (list, tuple)):
-        return all(is_text_valid(part) for part in value)
+        return _are_texts_valid(value)
+    return True
+
+
+def _are_texts_valid(values: Iterable[Any]) -> bool:
+    """Say the same of every one of some values; numbers and plain ASCII, nearly all of them, cost no call."""
+    for value in values:
+        kind = type(value)
+        if (kind is str and value.isascii()) or kind is int or kind is float:
+            continue
+        if not is_text_valid(value):
+            return False
     return True

@@ -18,6 +18,8 @@ from fedlora.errors import DataError
 
 NAME: Final = "sql query"
 _FETCHED_AT_ONCE: Final = 1000
+_ASKED_AT_ONCE: Final = 500
+"""Keys in one query; SQLite in its older builds takes 999 at most."""
 
 
 def open_sql(source: SqlSource) -> RowStore:
@@ -76,6 +78,33 @@ class SqlStore:
         if len(found) != 1:
             raise DataError(f"{self.origin(index)}: the table changed while it was in use")
         return found[0]
+
+    def read_many(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Fetch many records with one query for each few hundred of them.
+
+        Raises:
+            DataError: if one is no longer there.
+        """
+        for start in range(0, len(indices), _ASKED_AT_ONCE):
+            chosen = indices[start : start + _ASKED_AT_ONCE]
+            found = self._by_key([self._keys[index] for index in chosen])
+            for index in chosen:
+                row = found.get(self._keys[index])
+                yield self.read(index) if row is None else dict(row)
+
+    def _by_key(self, keys: Sequence[Any]) -> dict[Any, Row]:
+        """Fetch records by their keys; one that is there twice, or under another spelling, is left to `read`."""
+        key: Any = sqlalchemy.column(str(self._source.key))
+        asked = _all(self._source).where(key.in_(list(dict.fromkeys(keys))))
+        found: dict[Any, Row] = {}
+        twice: set[Any] = set()
+        with _connection(self._source) as connection:
+            for row in connection.execute(asked).mappings():
+                value = row.get(str(self._source.key))
+                if value in found:
+                    twice.add(value)
+                found[value] = dict(row)
+        return {value: row for value, row in found.items() if value not in twice}
 
     def column(self, name: str) -> list[Any]:
         """Return one column in the order of the keys.

@@ -57,9 +57,23 @@ class DelimitedStore:
         Raises:
             DataError: if the file changed since it was indexed.
         """
+        return next(self.read_many([index]))
+
+    def read_many(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Read and parse many records, opening the file once.
+
+        Raises:
+            DataError: if the file changed since it was indexed, or while it is read.
+        """
+        with self._file.open() as handle:
+            for index in indices:
+                self._file.still(handle)
+                yield self._parsed(handle, index)
+        self._file.check()
+
+    def _parsed(self, handle: BinaryIO, index: int) -> Row:
         try:
-            with self._file.open() as handle:
-                fields: list[str] = next(self._reader(_Lines(handle, int(self._offsets[index]))), [])
+            fields: list[str] = next(self._reader(_Lines(handle, int(self._offsets[index]))), [])
         except (csv.Error, ValueError):
             fields = []
         if len(fields) != len(self._names):

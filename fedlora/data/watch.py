@@ -36,8 +36,20 @@ class WatchedFile:
             ) from None
         if _state(handle) != self._seen:
             handle.close()
-            raise DataError(f"{self.path}: the file changed while it was in use; start again, or use a copy")
+            raise self._changed()
         return handle
+
+    def _changed(self) -> DataError:
+        return DataError(f"{self.path}: the file changed while it was in use; start again, or use a copy")
+
+    def still(self, handle: BinaryIO) -> None:
+        """Refuse to go on with an opened file that was changed meanwhile (one system call).
+
+        Raises:
+            DataError: if it changed.
+        """
+        if _state(handle) != self._seen:
+            raise self._changed()
 
     def check(self) -> None:
         """Refuse a file that changed.

@@ -8,7 +8,9 @@ from fedlora.ledger.fingerprints import (
     RecordSketch,
     find_overlaps,
     fingerprint_records,
+    hash_records,
     record_bytes,
+    sketch_hashes,
     sketch_records,
 )
 from fedlora.ledger.keyfile import load_or_create_secret, load_secret
@@ -49,6 +51,7 @@ __all__ = [
     "filter_metrics",
     "find_overlaps",
     "fingerprint_records",
+    "hash_records",
     "load_or_create_secret",
     "load_secret",
     "metric_event",
@@ -58,5 +61,6 @@ __all__ = [
     "person_key",
     "record_bytes",
     "register_of",
+    "sketch_hashes",
     "sketch_records",
 ]

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import hmac
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,12 +27,15 @@ def _hash_512(key: bytes, row: bytes) -> int:
 
 def record_bytes(record: Mapping[str, Any]) -> bytes:
     """Return a record's canonical bytes: JSON with sorted keys; images and other arrays by their bytes (SENSITIVE)."""
-    return json.dumps(record, sort_keys=True, ensure_ascii=False, default=_text_of).encode()
+    return _canonical.encode(record).encode()
 
 
 def _text_of(value: Any) -> str:
     data = value.tobytes() if hasattr(value, "tobytes") else value
     return data.hex() if isinstance(data, bytes | bytearray) else repr(data)
+
+
+_canonical: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=_text_of)
 
 
 def fingerprint_records(rows: Iterable[bytes], secret: bytes) -> str:
@@ -127,10 +130,33 @@ def sketch_records(rows: Iterable[bytes], secret: bytes, *, size: int = SKETCH_S
     Raises:
         LedgerError: if a row is not bytes or size < 1.
     """
+    return sketch_hashes(hash_records(rows, secret), size=size)
+
+
+def hash_records(rows: Iterable[bytes], secret: bytes) -> Iterator[int]:
+    """Yield each record's keyed 64-bit hash, in the order given: what sketches are made of (SENSITIVE).
+
+    Args:
+        rows: as for `sketch_records`.
+        secret: as for `sketch_records`.
+
+    Raises:
+        LedgerError: if a row is not bytes.
+    """
+    key = chain.derive_key(secret, "overlap")
+    for row in rows:
+        yield int.from_bytes(hmac.digest(key, _as_bytes(row), "sha256")[:8], "big")
+
+
+def sketch_hashes(hashes: Iterable[int], *, size: int = SKETCH_SIZE) -> RecordSketch:
+    """Return the sketch of a client's records from their hashes under one key; see `sketch_records`.
+
+    Raises:
+        LedgerError: if size < 1.
+    """
     if not size >= 1:
         raise LedgerError(f"sketch size: got {size!r}; allowed: >= 1; use {SKETCH_SIZE}")
-    key = chain.derive_key(secret, "overlap")
-    distinct = {int.from_bytes(hmac.digest(key, _as_bytes(row), "sha256")[:8], "big") for row in rows}
+    distinct = set(hashes)
     kept = heapq.nsmallest(size, distinct)
     return RecordSketch(tuple(kept), len(distinct) <= size)
 

@@ -17,7 +17,15 @@ import numpy.typing as npt
 
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Rows
-from fedlora.ledger import Account, RecordSketch, find_overlaps, person_key, record_bytes, sketch_records
+from fedlora.ledger import (
+    Account,
+    RecordSketch,
+    find_overlaps,
+    hash_records,
+    person_key,
+    record_bytes,
+    sketch_hashes,
+)
 
 Index = npt.NDArray[np.int64]
 MAX_RECORDS: Final = 200_000
@@ -116,8 +124,8 @@ def find_sharing(
     key = secrets.token_bytes(32) if secret is None else secret
     largest = max(1, max(len(index) for index in parts.values()))
     sketches = {
-        client: sketch_records(_content(rows, people, index), key, size=largest)
-        for client, index in parts.items()
+        client: sketch_hashes(hashes, size=largest)
+        for client, hashes in _hashes(rows, people, parts, key).items()
     }
     prints = {} if secret is None else {client: sketch.fingerprint() for client, sketch in sketches.items()}
     known = {client: text for client, text in prints.items() if text is not None}
@@ -126,13 +134,19 @@ def find_sharing(
     return replace(_summary(what, sketches), fingerprints=known, moved=moved)
 
 
-def _content(rows: Rows, people: list[Any] | None, index: Index) -> Iterator[bytes]:
-    for place in index:
-        position = int(place)
-        if people is not None:
-            yield person_key(people[position], position).encode("utf-8", "surrogatepass")
-        else:
-            yield record_bytes(rows[position])
+def _hashes(
+    rows: Rows, people: list[Any] | None, parts: Mapping[str, Index], key: bytes
+) -> dict[str, list[int]]:
+    """Return the keyed hash of every client's records (or people); the records are read in one pass, in file order."""
+    places = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *parts.values()])).tolist()
+    hashes = dict(zip(places, hash_records(_content(rows, people, places), key), strict=True))
+    return {client: [hashes[place] for place in index.tolist()] for client, index in parts.items()}
+
+
+def _content(rows: Rows, people: list[Any] | None, places: list[int]) -> Iterator[bytes]:
+    if people is None:
+        return (record_bytes(row) for row in rows.read_many(places))
+    return (person_key(people[place], place).encode("utf-8", "surrogatepass") for place in places)
 
 
 def _summary(what: str, sketches: Mapping[str, RecordSketch]) -> Sharing:
@@ -143,6 +157,12 @@ def _summary(what: str, sketches: Mapping[str, RecordSketch]) -> Sharing:
     )
     example = None
     if 0 < sum(count * (count - 1) // 2 for count in shared.values()) <= MAX_PAIRS:
-        worst = max(find_overlaps(sketches), key=lambda pair: pair.shared)
+        only = {
+            client: replace(
+                sketches[client], hashes=tuple(filter(shared.__contains__, sketches[client].hashes))
+            )
+            for client in clients
+        }
+        worst = max(find_overlaps(only), key=lambda pair: pair.shared)
         example = (worst.first, worst.second, worst.shared)
     return Sharing(what, len(shared), max(shared.values(), default=0), clients, example)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ from fedlora.training.heads import with_head_rates
 from fedlora.training.session import Workbench, bind, load_parts, step_event
 
 Index = npt.NDArray[np.int64]
+_HOPELESS: Final = 0.01
+"""Rounds with a smaller chance of enough clients mostly cost budgets and change nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,31 @@ def _enough(config: FedLoraConfig, clients: int) -> None:
         raise ConfigError(
             f"federation.clients_per_round: is {asked}, but there are {clients} clients; lower it"
         )
+    if isinstance(asked, float) and chance_of_enough(clients, asked, least) < _HOPELESS:
+        raise ConfigError(
+            f"federation.clients_per_round: a share of {asked:g} of {clients} clients is {asked * clients:.3g} a round "
+            f"on average, so that federation.min_replies {least} would hardly ever be reached; raise the share or "
+            "lower min_replies"
+        )
+
+
+def chance_of_enough(clients: int, share: float, least: int) -> float:
+    """Return the chance that a round samples at least so many clients, each by its own coin.
+
+    Example:
+        >>> round(chance_of_enough(2, 0.5, 1), 9)
+        0.75
+    """
+    if share >= 1.0:
+        return float(clients >= least)
+    hit, miss, all_ways = math.log(share), math.log1p(-share), math.lgamma(clients + 1)
+    fewer = math.fsum(
+        math.exp(
+            all_ways - math.lgamma(k + 1) - math.lgamma(clients - k + 1) + k * hit + (clients - k) * miss
+        )
+        for k in range(min(least, clients + 1))
+    )
+    return max(0.0, 1.0 - fewer)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class LazyRecords:
 
     def batch(self, indices: npt.NDArray[np.int64]) -> list[Encoded]:
         """Return these records, encoded (and remember them)."""
-        return [self._encoded[position] for position in indices.tolist()]
+        return self._encoded.take(indices.tolist())
 
 
 class RowShelf:

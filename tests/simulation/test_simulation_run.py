@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from dp_accounting import dp_event, pld
+from scipy.stats import binom
 from simulation_helpers import configuration, container, metric_lines
 
 from fedlora.config import config_from_container, load_config
-from fedlora.errors import CheckpointError, DataError, TooFewRepliesError
+from fedlora.errors import CheckpointError, ConfigError, DataError, TooFewRepliesError
 from fedlora.ledger import Account, load_secret, open_ledger
+from fedlora.simulation.prepare import chance_of_enough, make_federation
 from fedlora.simulation.run import num_workers, simulate
 
 
@@ -275,3 +277,37 @@ def test_the_adapters_card_states_the_runs_epsilon(world: Path, tmp_path: Path) 
     card = (result.adapter / "README.md").read_text()
     assert f"{result.epsilon:.4g}" in card
     assert "not stated here" not in card
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "hopeless"),
+    [(0.001, 1, True), (1e-9, 1, True), (0.1, 3, True), (0.5, 1, False), (0.25, 3, False), (1.0, 4, False)],
+)
+def test_a_share_that_hardly_ever_samples_enough_clients_is_refused_before_anything_is_spent(
+    world: Path, tmp_path: Path, asked: float, least: int, hopeless: bool
+) -> None:
+    config = configuration(
+        world, tmp_path, federation={"clients_per_round": asked, "min_replies": least, "rounds": 1}
+    )
+    if not hopeless:
+        assert len(make_federation(config).parts) == 4
+        return
+    with pytest.raises(ConfigError, match="hardly ever be reached"):
+        simulate(config, in_process=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_chance_of_enough_clients_is_the_binomial_one() -> None:
+    for clients, share, least in [(4, 0.001, 1), (10_000, 0.5, 5_000), (10_000, 0.5, 6_000), (3, 0.25, 3)]:
+        exact = float(binom.sf(least - 1, clients, share))
+        assert chance_of_enough(clients, share, least) == pytest.approx(exact, rel=1e-6, abs=1e-9)
+
+
+def test_records_of_one_label_are_no_regression_by_accident(world: Path, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"text": "red", "label": "warm"}\n' * 20)
+    data = {"source": {"paths": [str(path)]}}
+    with pytest.raises(DataError, match="one label only"):
+        run(world, tmp_path / "runs", data=data)
+    both = {**data, "labels": ["cold", "warm"]}
+    assert run(world, tmp_path / "runs", data=both, federation={"rounds": 1}).status == "finished"

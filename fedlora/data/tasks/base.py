@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -89,21 +89,37 @@ class EncodedRows(Sequence[Encoded]):
             DataError: naming file and row of a record that does not fit the task.
         """
         if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        place = int(place)
-        found = self._known.get(place)
-        if found is None:
-            found = encode_row(self._task, self._rows, place)
+            return self.take(range(*place.indices(len(self))))
+        return self.take([int(place)])[0]
+
+    def take(self, places: Sequence[int]) -> list[Encoded]:
+        """Return some records, encoded; the unknown ones are read in one pass.
+
+        Raises:
+            DataError: naming file and row of a record that does not fit the task.
+        """
+        missing = list(dict.fromkeys(place for place in places if place not in self._known))
+        fresh = dict(zip(missing, encode_rows(self._task, self._rows, missing), strict=True))
+        for place, found in fresh.items():
             size = len(found) + sum(np.size(value) for value in found.extras.values()) // 8
             if size <= self._room:
                 self._known[place] = found
                 self._room -= size
-        return found
+        return [fresh[place] if place in fresh else self._known[place] for place in places]
+
+
+def encode_rows(task: Task, rows: Rows, places: Sequence[int]) -> Iterator[Encoded]:
+    """Encode some records, which are read in one pass, naming file and row of one that fails."""
+    for place, row in zip(places, rows.read_many(places), strict=True):
+        yield _encoded(task, rows, place, row)
 
 
 def encode_row(task: Task, rows: Rows, place: int) -> Encoded:
     """Encode one record, naming its file and row if that fails."""
-    row = rows[place]
+    return _encoded(task, rows, place, rows[place])
+
+
+def _encoded(task: Task, rows: Rows, place: int, row: Row) -> Encoded:
     try:
         return task.encode(row)
     except DataError as fault:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedlora.data.tasks.base import IGNORED, Encoded
+from fedlora.data.tasks.base import IGNORED, Encoded, EncodedRows
+
+_READ_AT_ONCE: Final = 1000
 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
@@ -66,17 +68,27 @@ def batches(
         batch_size: largest number of records in a batch.
         max_tokens: largest number of padded tokens in a batch (one record always fits).
     """
-    order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
+    lengths = [
+        len(one)
+        for start in range(0, len(encoded), _READ_AT_ONCE)
+        for one in encoded[start : start + _READ_AT_ONCE]
+    ]
     places: list[int] = []
-    for place in order:
-        longest = len(encoded[place])  # lengths only grow
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        longest = lengths[place]  # lengths only grow
         full = max_tokens is not None and (len(places) + 1) * longest > max_tokens
         if places and (len(places) == batch_size or full):
-            yield places, [encoded[each] for each in places]
+            yield places, _taken(encoded, places)
             places = []
         places = [*places, place]
     if places:
-        yield places, [encoded[each] for each in places]
+        yield places, _taken(encoded, places)
+
+
+def _taken(encoded: Sequence[Encoded], places: Sequence[int]) -> list[Encoded]:
+    if isinstance(encoded, EncodedRows):
+        return encoded.take(places)
+    return [encoded[place] for place in places]
 
 
 class evaluating:
