@@ -43,6 +43,7 @@ _NUMBERS: Final = 9_000
 """Update entries that one attack may clip and sum for each canary that was asked for, over all its rounds."""
 _CLIENTS: Final = 100
 """Public size of the audited federation; the auditor multiplies the divisor out again."""
+_STORED: Final = 2**16
 _QUIET_ROUNDS: Final = 32
 """Releases without any change that are read at most."""
 _OVERHEAD: Final = 4_000
@@ -64,6 +65,23 @@ class Normals:
         """Return i.i.d. N(0, 1) numbers of the given shape."""
         count = int(np.prod(shape, dtype=np.int64))
         return self._source.gaussians(count, torch.device("cpu"), torch.float64).numpy().reshape(shape)
+
+
+class _Stored:
+    """A noise source that draws many numbers at once and hands each out once: thousands of clients draw a few each."""
+
+    def __init__(self, source: NoiseSource) -> None:
+        self._source, self.private = source, source.private
+        self._store = torch.empty(0)
+
+    def shared(self) -> NoiseSource:
+        return self
+
+    def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        if count > len(self._store) or self._store.dtype != dtype:
+            self._store = self._source.gaussians(max(count, _STORED), device, dtype)
+        found, self._store = self._store[:count], self._store[count:]
+        return found
 
 
 class _HeardMeanB(MeanB):
@@ -206,6 +224,8 @@ class ClientAudit(CanaryAudit):
     def attack(self, plan: Plan, noise: Callable[[], NoiseSource] | None = None) -> Attack:
         """Run the server's (or the clients') own code on canary clients and score the releases."""
         make = noise or self._noise
+        if self._honest is not None:
+            make = _Stored(make()).shared
         size = min(self._basis.size, self._afford(plan.steps))
         servers = [open_server(self._bench, make()) for _ in range(max(1, self._afford(plan.steps) // size))]
         count, coins = len(servers) * size, OsCoins()
