@@ -33,6 +33,7 @@ class RunClaim:
         from_events: largest epsilon over accounts, recomputed here from the events in `ledger-mirror.json`.
         status: how the run ended, "unfinished" without a summary.
         from_rounds: epsilon that the rounds in `metrics.jsonl` cost at least, by the configuration's own event.
+        unit: "record", "person" or "client": of all three epsilons, at `counted_at`.
     """
 
     epsilon: float | None
@@ -41,6 +42,7 @@ class RunClaim:
     from_events: float | None
     status: str
     from_rounds: float | None = None
+    unit: str = "record"
 
     def check(self) -> SelfCheck:
         """Return whether the run states at least what its own events imply."""
@@ -83,6 +85,7 @@ def read_claim(folder: Path, config: FedLoraConfig, event: Event | None = None) 
         from_events=_largest(mirror, config),
         status=str(summary.get("status", "unfinished")),
         from_rounds=None if event is None else _of_rounds(folder, mirror, config, event),
+        unit="person" if getattr(config.privacy, "group_by", None) else config.privacy.unit,
     )
 
 
@@ -161,6 +164,7 @@ def hold_to_claim(verdict: Verdict, claim: RunClaim) -> Verdict:
         "epsilon_that_the_run_states": claim.epsilon,
         "epsilon_from_the_runs_events": claim.from_events,
         "epsilon_from_the_runs_rounds": claim.from_rounds,
+        "unit_and_delta_of_the_runs_epsilons": f"{claim.unit}, {claim.counted_at:g}",
         "run_status": claim.status,
     }
     held = replace(verdict, conditions=conditions)

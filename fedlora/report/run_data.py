@@ -105,8 +105,10 @@ def read_run(path: Path) -> RunData:
     Raises:
         DataError: if it is not one, or a file is damaged (names the file and what is wrong in it).
     """
-    if not (path / "metrics.jsonl").is_file():
-        raise DataError(f"{path} is not a run folder: metrics.jsonl is missing; give the folder of a run")
+    if not any((path / name).is_file() for name in ("metrics.jsonl", "summary.json")):
+        raise DataError(
+            f"{path} is not a run folder: it has neither metrics.jsonl nor summary.json; give the folder of a run"
+        )
 
     def read(name: str, shape: shapes.Shape) -> Json:
         found = read_object(path / name)
@@ -130,6 +132,8 @@ def read_run(path: Path) -> RunData:
 def _rounds(file: Path) -> list[Json]:
     """Return the records of `metrics.jsonl`; a killed run's last line may be cut and is left out."""
     rounds: list[Json] = []
+    if not file.is_file():  # a run that failed before its first evaluation
+        return []
     whole, _, cut = file.read_bytes().rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     for number, line in enumerate(lines, 1):

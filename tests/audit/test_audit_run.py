@@ -295,3 +295,9 @@ def test_power_is_measured_until_it_is_decided():
 def test_attacks_on_nothing_private_measure_no_power():
     found = with_power(lambda noise: Verdict("loss", "leaks as expected", None, 1.0, 0.95, None, None), 5)
     assert found.power is None
+
+
+def test_the_runs_epsilons_say_their_own_unit_beside_an_attack_on_records():
+    claim = RunClaim(3.0, 1e-5, 1e-5, 3.0, "finished", unit="person")
+    held = hold_to_claim(_verdict(1.0, 2.0), claim)
+    assert held.conditions["unit_and_delta_of_the_runs_epsilons"] == "person, 1e-05"

@@ -151,8 +151,9 @@ def test_the_epsilon_of_a_run_without_an_end_keeps_its_meaning(folder, summary):
         assert "DiskFull: no room" in page
 
 
-def test_a_private_run_that_failed_before_its_first_round_is_not_called_one_without_privacy(folder):
-    (folder / "metrics.jsonl").write_text("")
+@pytest.mark.parametrize("written", [True, False], ids=["no rounds", "no file of rounds"])
+def test_a_private_run_that_failed_before_its_first_round_is_not_called_one_without_privacy(folder, written):
+    (folder / "metrics.jsonl").write_text("") if written else (folder / "metrics.jsonl").unlink()
     (folder / "summary.json").write_text(json.dumps({"status": "failed", "error": "E", "message": "m"}))
     for name in ("ledger-mirror.json", "ledger.json"):
         (folder / name).unlink()
