@@ -310,7 +310,7 @@ class RayConfig(Section):
 
     address: str | None = None
     gpus_per_worker: NonNegative = 0.0
-    connect_timeout_seconds: Positive = 30.0
+    connect_timeout_seconds: Positive = 20.0
 
 
 class SimulationConfig(Section):

@@ -30,6 +30,10 @@ def test_nobody_listens() -> None:
     assert time.monotonic() - started < 60  # Ray's own client would go on for minutes
 
 
+def test_an_address_that_swallows_packets_is_told_within_30_seconds_of_the_command() -> None:
+    assert RayConfig().connect_timeout_seconds <= 20.0  # the rest is for the command's own imports
+
+
 def test_something_else_listens() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
