@@ -24,23 +24,15 @@ from utility_setup import TASKS, Bench
 from fedlora.accounting import PoissonGaussianEvent, calibrate_noise_multiplier
 from fedlora.adapters.session import without_direction
 from fedlora.mechanisms.group_weights import START_LOGIT, head_scale
-from fedlora.training.heads import LOGIT_RATE, head_inputs, keep_input, new_heads
+from fedlora.training.groups import public_records
+from fedlora.training.heads import LOGIT_RATE, head_inputs, new_heads
 
 
 def inputs_of(bench: Bench, records: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what reaches the head for some records, (records, in) float32, and their labels."""
-    (name,) = bench.parts.adapted.leaves
-    rows, labels, seen = [], [], {}
-    leaf = bench.parts.adapted.leaves[name]
-    handle = leaf.register_forward_pre_hook(lambda m, i: keep_input(seen, name, m, i))
-    for first in range(0, len(records), 16):
-        batch = bench.parts.task.collate(records[first : first + 16])
-        with torch.no_grad():
-            bench.parts.task.per_record_loss(bench.parts.adapted.model, batch)
-        rows.append(seen[name].float())
-        labels.append(batch["labels"])
-    handle.remove()
-    return torch.cat(rows), torch.cat(labels)
+    heads = new_heads(bench.federation.config, bench.parts.adapted)
+    (rows,) = head_inputs(heads, bench.parts.task, bench.parts.adapted, records).values()
+    return rows.float(), bench.parts.task.collate(records)["labels"]
 
 
 def train(
@@ -92,9 +84,7 @@ def main() -> None:
     bench.parts.adapted.model.eval()
     chosen = [bench.encoded[int(i)] for part in bench.federation.parts.values() for i in part]
     data = (*inputs_of(bench, chosen), *inputs_of(bench, bench.evaluation))
-    heads = new_heads(bench.federation.config, bench.parts.adapted)
-    (public,) = head_inputs(heads, bench.parts.task, bench.parts.adapted, 64).values()
-    public = public.float()
+    public, _ = inputs_of(bench, public_records(bench.parts.task))
     direction = torch.nn.functional.normalize(public.mean(0), dim=0)
     kept = without_direction(data[0], direction), data[1], without_direction(data[2], direction), data[3]
     shapes = {"as they are": (data, public), "centered": (kept, without_direction(public, direction))}

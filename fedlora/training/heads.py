@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +18,7 @@ from torch import nn
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.session import without_direction
 from fedlora.config.schema import FedLoraConfig
-from fedlora.data import Task
+from fedlora.data import Encoded, Task
 from fedlora.mechanisms.group_weights import START_LOGIT, head_scale, round_significant
 from fedlora.names import block_name
 from fedlora.training.groups import public_records, row_norm
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedlora.training.session import Parts
 
 _LOG = logging.getLogger(__name__)
-_RECORDS: Final = 64
+_BATCH: Final = 16
 
 LOGIT_RATE: Final = 4.0
 """What `head_rates: auto` makes of a server's learning rate: an entry of a head moves by 4 lr / (its input's norm)."""
@@ -44,32 +44,55 @@ def new_heads(config: FedLoraConfig, adapted: AdaptedModel) -> dict[str, nn.Line
 
 
 def head_inputs(
-    heads: Mapping[str, nn.Linear], task: Task, adapted: AdaptedModel, count: int = 16
+    heads: Mapping[str, nn.Linear], task: Task, adapted: AdaptedModel, records: Sequence[Encoded]
 ) -> dict[str, torch.Tensor]:
-    """Return what reaches each head on public random sequences, (rows, in) in float64. PUBLIC."""
-    seen: dict[str, torch.Tensor] = {}
-    handles = [
-        leaf.register_forward_pre_hook(partial(keep_input, seen, name)) for name, leaf in heads.items()
-    ]
+    """Return what reaches each head and tells in the loss, (rows, in) in float64.
+
+    Models that apply their head to every token and then take one token's logits have one row for each record here.
+
+    Args:
+        heads: module path to the leaf.
+        task: collates and computes losses.
+        adapted: the model; left as it is.
+        records: encoded; the rows are PUBLIC where they are.
+    """
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in heads}
     was_training = adapted.model.training
     adapted.model.eval()
-    batch = {
-        name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
-        for name, value in task.collate(public_records(task, count)).items()
-    }
-    with torch.no_grad():
-        task.per_record_loss(adapted.model, batch)
+    for first in range(0, len(records), _BATCH):
+        seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        handles = [leaf.register_forward_hook(partial(_keep, seen, name)) for name, leaf in heads.items()]
+        batch = {
+            name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
+            for name, value in task.collate(list(records[first : first + _BATCH])).items()
+        }
+        try:
+            with torch.enable_grad():
+                loss = task.per_record_loss(adapted.model, batch).sum()
+                if loss.requires_grad:
+                    torch.autograd.backward(loss)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, (rows, out) in seen.items():
+            used = None if out.grad is None else out.grad.flatten(0, -2).abs().amax(-1) > 0
+            parts[name].append(rows if used is None else rows[used])
     adapted.model.train(was_training)
-    for handle in handles:
-        handle.remove()
-    return seen
+    return {name: torch.cat(rows) for name, rows in parts.items() if rows}
 
 
-def keep_input(
-    seen: dict[str, torch.Tensor], name: str, _leaf: nn.Module, inputs: tuple[torch.Tensor, ...]
+def _keep(
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    name: str,
+    _leaf: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
 ) -> None:
-    """Note what reaches a leaf, (rows, in) in float64: a forward pre-hook once `seen` and `name` are bound."""
-    seen[name] = inputs[0].detach().double().flatten(0, -2)
+    """Note a leaf's input rows and its output, which is to keep its gradient."""
+    if not output.requires_grad:
+        output.requires_grad_()
+    output.retain_grad()
+    seen[name] = inputs[0].detach().double().flatten(0, -2), output
 
 
 def center_heads(config: FedLoraConfig, task: Task, adapted: AdaptedModel) -> dict[str, torch.Tensor]:
@@ -91,7 +114,7 @@ def center_heads(config: FedLoraConfig, task: Task, adapted: AdaptedModel) -> di
     Optimization, arXiv:2307.11106, where the centre is found privately.
     """
     found = {}
-    for name, rows in head_inputs(new_heads(config, adapted), task, adapted, _RECORDS).items():
+    for name, rows in head_inputs(new_heads(config, adapted), task, adapted, public_records(task)).items():
         mean = rows.mean(0)
         size = float(mean.norm())
         if size > 0 and math.isfinite(size):
@@ -117,7 +140,7 @@ def start_heads_at_typical_size(config: FedLoraConfig, task: Task, adapted: Adap
     """
     heads = new_heads(config, adapted)
     factors = {}
-    for name, rows in head_inputs(heads, task, adapted).items():
+    for name, rows in head_inputs(heads, task, adapted, public_records(task, 16)).items():
         feature_norm = _input_norm(rows, adapted.left_out.get(block_name(name, "weight")))
         factors[name] = round_significant(head_scale(row_norm(heads[name].weight), feature_norm, START_LOGIT))
         heads[name].weight.data.mul_(factors[name])
@@ -137,7 +160,7 @@ def with_head_rates(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:
         return config
     rates = {}
     for name, rows in head_inputs(
-        new_heads(config, parts.adapted), parts.task, parts.adapted, _RECORDS
+        new_heads(config, parts.adapted), parts.task, parts.adapted, public_records(parts.task)
     ).items():
         norm = _input_norm(rows, parts.adapted.left_out.get(block_name(name, "weight")))
         if norm > 0 and math.isfinite(norm):

@@ -138,7 +138,7 @@ def test_a_typical_head_start_scales_new_heads_alike_whatever_their_first_size(
 
     from fedlora.training import heads
 
-    monkeypatch.setattr(heads, "public_records", lambda task, count=16: records("bert", (5,) * count))
+    monkeypatch.setattr(heads, "public_records", lambda task, count=64: records("bert", (5,) * count))
     ends, logits = [], []
     for size in (1e-2, 1e-4, 1e4):
         adapted = adapted_model("bert")

@@ -22,7 +22,7 @@ KINDS = ("lora_fa", "prism", "factor")
 
 @pytest.fixture
 def centered(monkeypatch):
-    monkeypatch.setattr(heads, "public_records", lambda task, count=16: records("bert", (5,) * count))
+    monkeypatch.setattr(heads, "public_records", lambda task, count=64: records("bert", (5,) * count))
     adapted = adapted_model("bert")
     found = heads.center_heads(config("lora_fa"), ZooTask("bert"), adapted)
     assert set(found) == {WEIGHT}
@@ -104,3 +104,16 @@ def test_what_is_left_out_is_taken_off_to_rounding():
     direction = torch.nn.functional.normalize(torch.randn(5, dtype=torch.float64), dim=0)
     rows = torch.randn(7, 3, 5, dtype=torch.float64) + 1e6 * direction
     assert float((without_direction(rows, direction) @ direction).abs().max()) < 1e-9
+
+
+def test_only_the_rows_that_tell_in_the_loss_are_looked_at():
+    """GPT-2 scores every token and takes the last one's logits: one row for each record, padding left out."""
+    adapted, rows = adapted_model("gpt2"), records("gpt2")
+    (name,) = heads.new_heads(config("lora_fa"), adapted)
+    found = heads.head_inputs({name: adapted.leaves[name]}, ZooTask("gpt2"), adapted, rows)[name]
+    assert found.shape[0] == len(rows)
+    alone = [
+        heads.head_inputs({name: adapted.leaves[name]}, ZooTask("gpt2"), adapted, [row])[name] for row in rows
+    ]
+    assert torch.allclose(found, torch.cat(alone), atol=1e-10)
+    assert not adapted.leaves[name]._forward_hooks
