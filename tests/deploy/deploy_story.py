@@ -336,6 +336,7 @@ class Story:
     def disk_full(self) -> None:
         """Site-b's disk fills up; nothing is trained or sent; then there is room again."""
         fill = self.made.root / "site-b" / "disk" / "fill"
+        self.everyone()  # the round that the killed server does again is over: a new one has a new number
         last = self.held()  # that round cannot end yet: once site-b has answered, it rests
         self.until("site-b trained", lambda: self.trained("site-b", last))
         with fill.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
