@@ -56,7 +56,7 @@ def run(bench: Bench, spec: Spec) -> dict[str, Any]:
         ),
     )
     config = with_head_rates(config, bench.parts)
-    mechanism = replace(build_mechanism(config, layout), left_out=adapted.left_out)
+    mechanism = build_mechanism(config, layout, adapted.left_out)
     engine = CohortEngine(adapted, mechanism, bench.parts.task, config)
     engine.passes.max_tokens = bench.args.pass_tokens
     payload = mechanism.initial_payload(adapted)

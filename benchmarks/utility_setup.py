@@ -163,7 +163,7 @@ def public_rule(bench: Bench, kind: str, epsilon: float | None) -> Rule:
             lambda s: step_event(with_sigma(config, s), layout).times(facts["rounds"]), target, facts["delta"],
             tolerance=1e-3,
         )  # fmt: skip
-    mechanism = replace(build_mechanism(config, layout), left_out=bench.parts.adapted.left_out)
+    mechanism = build_mechanism(config, layout, bench.parts.adapted.left_out)
     norms = group_norms(mechanism, bench.parts)
     rule = neyman_weights(norms, {
         GROUP_ADAPTERS: sum(mechanism_dimension(kind, s) for s in layout.modules.values()),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ def to_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if target.type == "cuda" and not host.is_cuda:
         return host.pin_memory().to(target, non_blocking=True)
     return host.to(target)
+
+
+def batch_to_device(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return a collated batch with its tensors on the device; other values stay as they are."""
+    return {
+        name: to_device(value, device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def to_host(value: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,6 @@ from fedlora.adapters.views import LayerView
 from fedlora.names import CORE, LORA_A, LORA_B, TANGENT_IN, TANGENT_OUT, block_name
 
 
-def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return x @ matrix for x (n, t, k) and matrix (k, m) or (n, k, m)."""
-    if matrix.dim() == 2:
-        return (x.reshape(-1, x.shape[2]) @ matrix).view(x.shape[0], x.shape[1], -1)
-    return torch.bmm(x, matrix)
-
-
 def flat_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return x @ matrix for x (n t, k) and matrix (k, m), or (n, k, m) with one for each record."""
     if matrix.dim() == 2:
@@ -260,7 +253,7 @@ def _per_client(rows: torch.Tensor, matrix: torch.Tensor, session: TapSession) -
     """Return rows @ matrix[client of row] for rows (records, tokens, k), matrix (K, k, m)."""
     records = session.records
     if records.num_clients == 1:
-        return product(rows, matrix[0])
+        return flat_product(rows.flatten(0, 1), matrix[0]).view(*rows.shape[:2], -1)
     padded = records.pad(rows)
     out = torch.bmm(padded.flatten(1, 2), matrix)
     return records.unpad(out.view(*padded.shape[:3], -1))

@@ -13,6 +13,7 @@ from fedlora.aggregation.server_optimizer import ServerOptimizer
 from fedlora.aggregation.types import Charge, Mode, NormalSource
 from fedlora.config.schema import ClientPrivacy, FederationConfig, FedLoraConfig, NoPrivacy, PrivacyConfig
 from fedlora.errors import PrivacyParameterError, UnsupportedCombinationError
+from fedlora.names import split_block_name
 from fedlora.wire.payload import AdapterLayout, PayloadKind
 
 MODES: Final = ("mean_b", "tangent", "product", "stack", "aligned", "factor_mean")
@@ -56,7 +57,7 @@ def aggregation_problems(federation: FederationConfig, privacy: PrivacyConfig) -
 
 def _rate_problems(federation: FederationConfig, layout: AdapterLayout) -> list[str]:
     rates = federation.server_optimizer.head_rates
-    heads = sorted(name.removesuffix("|weight") for name in layout.extra if name.endswith("|weight"))
+    heads = sorted(module for module, block in map(split_block_name, layout.extra) if block == "weight")
     return [
         f"federation.server_optimizer.head_rates: {module} is no trained head; allowed are {', '.join(heads) or 'none'}"
         for module in ([] if rates == "auto" else rates)

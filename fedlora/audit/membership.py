@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from fedlora.accounting import epsilon_of
+from fedlora.adapters.records import batch_to_device
 from fedlora.aggregation import build_aggregator
 from fedlora.audit.planning import bound_at
 from fedlora.audit.statistics import best_one_run_bound, roc_figures
@@ -170,12 +171,9 @@ def _losses(bench: Workbench, adapter: AdapterPayload, records: Sequence[Encoded
     """Return each record's loss under an adapter; the model is left as it was."""
     saved = bench.adapted.write_factors()
     bench.adapted.load(adapter)
-    model, device = bench.adapted.model, bench.adapted.device
+    model = bench.adapted.model
     model.eval()
-    batch = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in bench.task.collate(list(records)).items()
-    }
+    batch = batch_to_device(bench.task.collate(list(records)), bench.adapted.device)
     try:
         with torch.no_grad():
             found: Floats = bench.task.per_record_loss(model, batch).double().cpu().numpy()

@@ -184,8 +184,7 @@ class Mechanism:
         """Return this mechanism for other ranks or scalings of the same modules."""
         if dict(modules) == dict(self.layout.modules):
             return self
-        other = build_mechanism(self.config, replace(self.layout, modules=dict(modules)))
-        return replace(other, left_out=self.left_out)
+        return build_mechanism(self.config, replace(self.layout, modules=dict(modules)), self.left_out)
 
 
 def usual_prepare(mechanism: Mechanism, state: LocalState) -> LocalState:
@@ -228,12 +227,14 @@ def mechanism_kinds() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-def build_mechanism(config: FedLoraConfig, layout: AdapterLayout) -> Mechanism:
-    """Build the configured mechanism for a layout.
+def build_mechanism(
+    config: FedLoraConfig, layout: AdapterLayout, left_out: Mapping[str, torch.Tensor] | None = None
+) -> Mechanism:
+    """Build the configured mechanism for a layout; `left_out` as in `Mechanism`.
 
     Raises:
         UnsupportedCombinationError: if the configuration's parts make no sense together.
     """
     module = importlib.import_module(_MODULES[config.mechanism.kind])
     built: Mechanism = module.build(config, layout)
-    return built
+    return replace(built, left_out=left_out or {})

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
-from fedlora.adapters.records import RecordAxis, to_device
+from fedlora.adapters.records import RecordAxis, batch_to_device
 from fedlora.errors import ModelError
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.clip import add_sums, zero_sum
@@ -171,10 +171,7 @@ class PassRunner:
         records = RecordAxis.of(counts, adapted.device)
         batch = self._task.collate([drawn.records[place] for place in chunk.tolist()])
         refuse_packed(batch)
-        moved = {
-            name: to_device(value, adapted.device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
+        moved = batch_to_device(batch, adapted.device)
         views = mechanism.stages.views(mechanism, state, low, records)
         extras = {name: low[name] for name in mechanism.coordinates.extras}
         started = time.perf_counter()

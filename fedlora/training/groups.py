@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.deferred import DeferredGradient, OuterGradient
-from fedlora.adapters.records import RecordAxis
+from fedlora.adapters.records import RecordAxis, batch_to_device
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Encoded, Task
 from fedlora.mechanisms.base import Mechanism, build_mechanism
@@ -107,10 +106,7 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
     for first in (None, *range(0, len(records), 16)):
         part = records[:16] if first is None else records[first : first + 16]
         axis = RecordAxis.of([len(part)], adapted.device)
-        batch = {
-            name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
-            for name, value in parts.task.collate(part).items()
-        }
+        batch = batch_to_device(parts.task.collate(part), adapted.device)
         gradients = per_record_gradients(
             adapted,
             mechanism.coordinates,
@@ -155,7 +151,7 @@ def with_group_weights(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:
     if config.mechanism.kind == "noisy_projection" or getattr(config.mechanism, "per_layer_clip", False):
         return _with(config, privacy, "equal")
     probe = _with(config, privacy, "equal")
-    mechanism = replace(build_mechanism(probe, parts.adapted.layout), left_out=parts.adapted.left_out)
+    mechanism = build_mechanism(probe, parts.adapted.layout, parts.adapted.left_out)
     if set(mechanism.metric.group_of.values()) != {GROUP_ADAPTERS, GROUP_HEAD}:
         return probe
     layout = parts.adapted.layout

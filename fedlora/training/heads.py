@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fedlora.adapters.adapted import AdaptedModel
+from fedlora.adapters.records import batch_to_device
 from fedlora.adapters.session import without_direction
 from fedlora.config.schema import FedLoraConfig
 from fedlora.data import Encoded, Task
@@ -62,10 +63,7 @@ def head_inputs(
     for first in range(0, len(records), _BATCH):
         seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         handles = [leaf.register_forward_hook(partial(_keep, seen, name)) for name, leaf in heads.items()]
-        batch = {
-            name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
-            for name, value in task.collate(list(records[first : first + _BATCH])).items()
-        }
+        batch = batch_to_device(task.collate(list(records[first : first + _BATCH])), adapted.device)
         try:
             with torch.enable_grad():
                 loss = task.per_record_loss(adapted.model, batch).sum()
@@ -141,7 +139,7 @@ def start_heads_at_typical_size(config: FedLoraConfig, task: Task, adapted: Adap
     heads = new_heads(config, adapted)
     factors = {}
     for name, rows in head_inputs(heads, task, adapted, public_records(task, 16)).items():
-        feature_norm = _input_norm(rows, adapted.left_out.get(block_name(name, "weight")))
+        feature_norm = _input_norm(adapted, name, rows)
         factors[name] = round_significant(head_scale(row_norm(heads[name].weight), feature_norm, START_LOGIT))
         heads[name].weight.data.mul_(factors[name])
     _LOG.info("heads start scaled by %s", factors)
@@ -162,7 +160,7 @@ def with_head_rates(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:
     for name, rows in head_inputs(
         new_heads(config, parts.adapted), parts.task, parts.adapted, public_records(parts.task)
     ).items():
-        norm = _input_norm(rows, parts.adapted.left_out.get(block_name(name, "weight")))
+        norm = _input_norm(parts.adapted, name, rows)
         if norm > 0 and math.isfinite(norm):
             rates[name] = round_significant(LOGIT_RATE / norm)
     _LOG.info("heads step at %s times the server's learning rate", rates)
@@ -172,7 +170,8 @@ def with_head_rates(config: FedLoraConfig, parts: Parts) -> FedLoraConfig:
     return config.model_copy(update={"federation": changed})
 
 
-def _input_norm(rows: torch.Tensor, direction: torch.Tensor | None) -> float:
-    """Return the root mean square norm of rows without what is left out of them."""
+def _input_norm(adapted: AdaptedModel, head: str, rows: torch.Tensor) -> float:
+    """Return the root mean square norm of a head's inputs without what is left out of them."""
+    direction = adapted.left_out.get(block_name(head, "weight"))
     used = rows if direction is None else without_direction(rows, direction.to(rows))
     return math.sqrt(float(used.square().sum(1).mean()))

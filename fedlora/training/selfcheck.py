@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
+from fedlora.adapters.records import batch_to_device
 from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.data import Encoded, Task
 from fedlora.errors import SensitivityMismatchError
@@ -232,10 +233,7 @@ def require_selfchecks(bench: Workbench) -> list[SelfCheck]:
 
 def _losses(bench: Workbench, records: Sequence[Encoded]) -> torch.Tensor:
     task, adapted = bench.task, bench.adapted
-    batch: dict[str, Any] = {
-        name: value.to(adapted.device) if isinstance(value, torch.Tensor) else value
-        for name, value in task.collate(list(records)).items()
-    }
+    batch = batch_to_device(task.collate(list(records)), adapted.device)
     losses: torch.Tensor = task.per_record_loss(adapted.model, batch)
     return losses.detach().to(torch.float64).cpu()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedlora.accounting import Event, NonPrivateEvent
@@ -95,7 +95,7 @@ def bind(config: FedLoraConfig, parts: Parts) -> Workbench:
     Raises:
         UnsupportedCombinationError: if the configuration's parts make no sense together.
     """
-    mechanism = replace(build_mechanism(config, parts.adapted.layout), left_out=parts.adapted.left_out)
+    mechanism = build_mechanism(config, parts.adapted.layout, parts.adapted.left_out)
     event = step_event(config, parts.adapted.layout)
     return Workbench(config, parts.base, parts.task, parts.adapted, mechanism, event)
 

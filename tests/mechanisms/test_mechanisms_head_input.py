@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from engine_zoo import ZooTask, adapted_model, config, records
@@ -30,8 +28,7 @@ def centered(monkeypatch):
 
 
 def built(kind, adapted, **changes):
-    settings = config(kind, **changes)
-    return replace(build_mechanism(settings, adapted.layout), left_out=adapted.left_out)
+    return build_mechanism(config(kind, **changes), adapted.layout, adapted.left_out)
 
 
 def sums(mechanism, adapted, rows):
