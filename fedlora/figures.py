@@ -1,4 +1,4 @@
-"""How figures are written: an epsilon never below its value, what is left never above, none that JSON cannot hold."""
+"""How figures are written: an epsilon never below its value, what is left never above; what JSON and terminals hold."""
 
 from __future__ import annotations
 
@@ -79,3 +79,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, str | int | float | bool) or value is None:
         return value
     return str(value)
+
+
+def printable(text: str) -> str:
+    """Return text of foreign origin for a terminal: what could steer it becomes a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

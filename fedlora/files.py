@@ -63,6 +63,12 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def ends_in_a_cut_line(handle: int) -> bool:
+    """Return whether a readable file's last line has no end: a kill or a power failure cut it."""
+    size = os.fstat(handle).st_size
+    return size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+
+
 def object_of(text: str | bytes, place: str) -> Mapping[str, Any]:
     """Return a JSON object; numbers that JSON does not know and nesting without end are damage too.
 

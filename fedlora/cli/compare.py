@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedlora.cli.report import AsJson, print_result
-from fedlora.figures import at_least_digits
+from fedlora.figures import at_least_digits, printable
 from fedlora.files import replace_text
 
 app = typer.Typer(add_completion=False)
@@ -41,4 +41,4 @@ def compare(
 def _shown(key: str, value: object) -> str:
     """Return a figure for a terminal: an epsilon rounded up, and no control characters out of a run's files."""
     text = at_least_digits(value, 6) if key == "epsilon" and isinstance(value, int | float) else str(value)
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable(text)

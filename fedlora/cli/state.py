@@ -14,6 +14,7 @@ from typing import Any
 
 from fedlora.cli.files import PUBLIC, write_file
 from fedlora.errors import DeploymentError
+from fedlora.files import ends_in_a_cut_line
 from fedlora.procfs import process_start
 
 _LOG = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ class AuditLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            size = os.fstat(self._handle).st_size
-            if size > 0 and os.pread(self._handle, 1, size - 1) != b"\n":
+            if ends_in_a_cut_line(self._handle):
                 os.write(self._handle, b"\n")
         except OSError as error:
             raise DeploymentError(f"audit log {path}: cannot be opened ({error.strerror})") from None

@@ -16,7 +16,8 @@ from fedlora.figures import at_least_digits
 from fedlora.files import replace_text
 
 if TYPE_CHECKING:
-    from fedlora.simulation.sweep import TrialResult
+    from fedlora.config.schema import FedLoraConfig
+    from fedlora.simulation.sweep import SweepPlan, TrialResult
 
 HELP = """Run many configurations and compare them.
 
@@ -65,10 +66,8 @@ def sweep(
 ) -> None:
     """Run a sweep."""
     from fedlora.config import load_config
-    from fedlora.report.conditions import conditions_line, conditions_of
     from fedlora.simulation.clients_ledger import ledger_file
     from fedlora.simulation.sweep import SweepPlan, run_sweep
-    from fedlora.simulation.sweep_report import plot_svg, table_csv, table_text
 
     plan = SweepPlan(
         config=config,
@@ -98,14 +97,8 @@ def sweep(
         cpus_per_trial=cpus_per_trial,
         progress=note,
     )
-    means = (
-        f"epsilon: of each trial alone; {conditions_line(conditions_of(settings))}; where a trial changes one of "
-        "these, its own summary.json says what holds"
-    )
-    table = f"{table_text(results, metric, plan.larger_is_better)}\n{means}"
-    replace_text(out / "table.txt", table + "\n")
-    replace_text(out / "table.csv", table_csv(results))
-    replace_text(out / "plot.svg", plot_svg(results, metric))
+    means = _epsilon_means(settings)
+    table = _write_results(out, plan, results, means)
     told = (
         "each trial has a ledger of its own: the data is marked public"
         if settings.data.marked_public
@@ -121,6 +114,26 @@ def sweep(
         as_json=as_json,
         text=f"{table}\n{told}\ntable and plot: {out}",
     )
+
+
+def _epsilon_means(settings: FedLoraConfig) -> str:
+    from fedlora.report.conditions import conditions_line, conditions_of
+
+    return (
+        f"epsilon: of each trial alone; {conditions_line(conditions_of(settings))}; where a trial changes one of "
+        "these, its own summary.json says what holds"
+    )
+
+
+def _write_results(out: Path, plan: SweepPlan, results: Sequence[TrialResult], means: str) -> str:
+    """Write a sweep's tables and plot; return the table for people."""
+    from fedlora.simulation.sweep_report import plot_svg, table_csv, table_text
+
+    table = f"{table_text(results, plan.metric, plan.larger_is_better)}\n{means}"
+    replace_text(out / "table.txt", table + "\n")
+    replace_text(out / "table.csv", table_csv(results))
+    replace_text(out / "plot.svg", plot_svg(results, plan.metric))
+    return table
 
 
 def _spent(results: Sequence[TrialResult]) -> str:

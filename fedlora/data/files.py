@@ -80,12 +80,9 @@ class LineStore:
         Raises:
             DataError: if the file changed since it was indexed, or while it is read.
         """
-        with self._file.open() as handle:
-            for index in indices:
-                self._file.still(handle)
-                handle.seek(int(self._offsets[index]))
-                yield self._parsed(handle.readline(), index)
-        self._file.check()
+        for handle, index in self._file.each(indices):
+            handle.seek(int(self._offsets[index]))
+            yield self._parsed(handle.readline(), index)
 
     def column(self, name: str) -> list[Any]:
         """Return one column of all records in one pass over the file.

@@ -65,11 +65,8 @@ class DelimitedStore:
         Raises:
             DataError: if the file changed since it was indexed, or while it is read.
         """
-        with self._file.open() as handle:
-            for index in indices:
-                self._file.still(handle)
-                yield self._parsed(handle, index)
-        self._file.check()
+        for handle, index in self._file.each(indices):
+            yield self._parsed(handle, index)
 
     def _parsed(self, handle: BinaryIO, index: int) -> Row:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,6 +51,18 @@ class WatchedFile:
         """
         if _state(handle) != self._seen:
             raise self._changed()
+
+    def each(self, indices: Iterable[int]) -> Iterator[tuple[BinaryIO, int]]:
+        """Yield the opened file with each of some indices; it is opened once and looked at before each and at the end.
+
+        Raises:
+            DataError: as `open`, when the pass comes to it.
+        """
+        with self.open() as handle:
+            for index in indices:
+                self.still(handle)
+                yield handle, index
+        self.check()
 
     def check(self) -> None:
         """Refuse a file that changed.

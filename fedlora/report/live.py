@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedlora.figures import at_least
+from fedlora.figures import at_least, printable
 from fedlora.report.conditions import conditions_line
 
 RECENT: Final = 8
@@ -97,7 +97,7 @@ class LiveView:
             table.add_column(heads[place], justify="left" if heads[place] == "not used" else "right")
         for one in self._records:
             cells = _row(one, names)
-            table.add_row(*(Text(_printable(cells[place])) for place in kept))  # names are no markup
+            table.add_row(*(Text(printable(cells[place])) for place in kept))  # names are no markup
         return table
 
     def _fits(self, head: str, names: list[str]) -> bool:
@@ -129,10 +129,6 @@ def _row(record: Mapping[str, Any], names: list[str]) -> list[str]:
         _figure(sum(float(value) for value in seconds.values()), ".2f"),
         said,
     ]
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _epsilon(value: Any) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 from fedlora.config import load_config
 from fedlora.errors import ConfigError, FedLoraError
-from fedlora.files import FolderLock, replace_text
+from fedlora.files import FolderLock, ends_in_a_cut_line, replace_text
 from fedlora.simulation.clients_ledger import ledger_file
 from fedlora.simulation.settings import RoundRecord
 
@@ -295,11 +295,8 @@ def _run_waiting(
 def _append(path: Path, line: str) -> None:
     """Append one line; one that a killed sweep left cut does not swallow it."""
     with path.open("a+b") as stream:
-        end = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, end - 1))
-        begin = b"" if stream.read(1) in (b"", b"\n") else b"\n"
-        stream.seek(0, os.SEEK_END)
-        stream.write(begin + line.encode() + b"\n")
+        begin = "\n" if ends_in_a_cut_line(stream.fileno()) else ""
+        stream.write(f"{begin}{line}\n".encode())
 
 
 def _run_on_ray(

@@ -114,11 +114,6 @@ def encode_rows(task: Task, rows: Rows, places: Sequence[int]) -> Iterator[Encod
         yield _encoded(task, rows, place, row)
 
 
-def encode_row(task: Task, rows: Rows, place: int) -> Encoded:
-    """Encode one record, naming its file and row if that fails."""
-    return _encoded(task, rows, place, rows[place])
-
-
 def _encoded(task: Task, rows: Rows, place: int, row: Row) -> Encoded:
     try:
         return task.encode(row)
