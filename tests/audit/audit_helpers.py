@@ -32,6 +32,16 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
 }
 
+CLIENT_PRIVACY: dict[str, Any] = {
+    "unit": "client",
+    "adjacency": "add_or_remove",
+    "noise_multiplier": 2.0,
+    "target_delta": 1e-3,
+    "clipping_norm": 0.5,
+    "budget": {"epsilon": 50.0, "delta": 1e-3, "on_exhausted": "refuse"},
+    "noise_source": "os",
+}
+
 
 def write_model(folder: Path, hidden: int = 8) -> Path:
     """Write a random one-layer BERT."""
@@ -129,16 +139,7 @@ def make_client_bench(
     del container["derived"]
     shares = privacy.get("noise_at") == "clients"
     container["mechanism"] = {"kind": mechanism}
-    container["privacy"] = {
-        "unit": "client",
-        "adjacency": "add_or_remove",
-        "noise_multiplier": 2.0,
-        "target_delta": 1e-3,
-        "clipping_norm": 0.5,
-        "budget": {"epsilon": 50.0, "delta": 1e-3, "on_exhausted": "refuse"},
-        "noise_source": "os",
-        **privacy,
-    }
+    container["privacy"] = {**CLIENT_PRIVACY, **privacy}
     container["federation"] |= {
         "clients_per_round": clients_per_round,
         "aggregation": {"kind": aggregation},

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from audit_helpers import CLIENT_PRIVACY
 from simulation_helpers import configuration, container, make_world
 from typer.testing import CliRunner
 
@@ -132,15 +133,7 @@ def test_the_epsilon_of_a_client_level_run_is_recomputed_from_its_folder(tmp_pat
     values = container(
         world, tmp_path / "runs", federation={"rounds": 2, "clients_per_round": 0.5, "min_replies": 1}
     )
-    values["privacy"] = {
-        "unit": "client",
-        "adjacency": "add_or_remove",
-        "noise_multiplier": 2.0,
-        "target_delta": 1e-3,
-        "clipping_norm": 0.5,
-        "budget": {"epsilon": 50.0, "delta": 1e-3, "on_exhausted": "refuse"},
-        "noise_source": "os",
-    }
+    values["privacy"] = CLIENT_PRIVACY
     done = simulate(config_from_container(values), in_process=True)
     config = load_config(done.folder / "config.yaml")
     event = client_event(config.privacy, config.federation)

@@ -38,6 +38,9 @@ PRISM = {
     "privacy": {"noise_source": "os"},
 }
 
+MEANING = ("one record", "add_or_remove", "0.0001", "the server included", "accountant best", "Poisson")
+"""What stands beside the epsilon of these runs."""
+
 
 @pytest.fixture(scope="module")
 def prism_run(tiny_world, tmp_path_factory):
@@ -234,14 +237,7 @@ def test_the_live_view_shows_rounds_and_what_epsilon_means(prism_run, tiny_world
     text = plain.file.getvalue()
     for word in ("round 4/3", "4/4", "epsilon", "1 refusals", "client-0001", "start"):
         assert word in text, word
-    for word in (
-        "one record",
-        "add_or_remove",
-        "0.0001",
-        "the server included",
-        "accountant best",
-        "Poisson",
-    ):
+    for word in MEANING:
         assert word in text, word
     assert console.file.getvalue()
 
@@ -258,14 +254,7 @@ def test_the_command_shows_conditions_and_writes_the_page(prism_run, capsys):
     from fedlora.cli.simulate import summary_text, write_report
 
     said = summary_text(prism_run)
-    for word in (
-        "one record",
-        "add_or_remove",
-        "0.0001",
-        "the server included",
-        "accountant best",
-        "Poisson",
-    ):
+    for word in MEANING:
         assert word in said
     assert write_report(prism_run.folder).read_text().startswith("<!doctype html>")
 
@@ -404,14 +393,7 @@ def test_check_refuses_a_wrong_tracker_and_says_what_its_epsilon_means(tiny_worl
     save_resolved(configuration(tiny_world, tmp_path, privacy={"noise_source": "os"}), good)
     save_resolved(configuration(tiny_world, tmp_path, tracking={"wandb": "a/b"}), bad)
     said = CliRunner().invoke(app, [str(good)]).stdout
-    for word in (
-        "one record",
-        "add_or_remove",
-        "0.0001",
-        "the server included",
-        "accountant best",
-        "Poisson",
-    ):
+    for word in MEANING:
         assert word in said, said
     assert isinstance(CliRunner().invoke(app, [str(bad), "--static"]).exception, ConfigError)
 
