@@ -49,18 +49,24 @@ class Pushes:
 
 
 class LastPush:
-    """Says when the SuperLink has every part of the only reply that is on its way."""
+    """Says when the SuperLink has every part of the only reply that is on its way.
+
+    A reply that was cut off before keeps its missing parts in the database: they were there when this one was made.
+    """
 
     def __init__(self, database: Path, pushes: Pushes) -> None:
-        self._database, self._pushes, self._seen = database, pushes, False
+        self._place, self._pushes, self._seen = f"file:{database}?mode=ro", pushes, False
+        self._left = self._missing()
+
+    def _missing(self) -> int:
+        with contextlib.closing(sqlite3.connect(self._place, uri=True, timeout=10)) as connection:
+            return int(connection.execute("select count(*) from object_push_session_pending").fetchone()[0])
 
     def __call__(self) -> bool:
         """Return whether parts were missing and none is any more."""
-        place = f"file:{self._database}?mode=ro"
-        with contextlib.closing(sqlite3.connect(place, uri=True, timeout=10)) as connection:
-            missing = connection.execute("select count(*) from object_push_session_pending").fetchone()[0]
+        missing = self._missing() - self._left
         self._seen = self._seen or missing > 0
-        return self._pushes.begun() and self._seen and missing == 0
+        return self._pushes.begun() and self._seen and missing <= 0
 
 
 class Story:
