@@ -83,20 +83,19 @@ class Watch:
 
     def note(self, record: RoundRecord) -> None:
         """Close a round's account."""
-        now = time.perf_counter()
-        if record.round > 0:
-            evaluation = record.seconds.get("evaluate", 0.0)
-            self.rounds.append(
-                {
-                    "round": record.round,
-                    "clients": record.asked,
-                    "wall": now - self._last,
-                    "evaluate": evaluation,
-                    "workers": sorted(self.inside.values()),
-                    "parts": dict(record.seconds),
-                    "memory_mb": resident_mb(),
-                }
-            )
+        if record.round == 0:  # evaluated while the first round's clients train
+            return
+        self.rounds.append(
+            {
+                "round": record.round,
+                "clients": record.asked,
+                "wall": time.perf_counter() - self._last,
+                "evaluate": record.seconds.get("evaluate", 0.0),
+                "workers": sorted(self.inside.values()),
+                "parts": dict(record.seconds),
+                "memory_mb": resident_mb(),
+            }
+        )
         self.inside, self._last = {}, time.perf_counter()
 
 

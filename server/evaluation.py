@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from fedlora.data import EncodedRows, public_eval_rows
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import AdapterPayload
+
+_REHEARSED: Final = 2
 
 
 class PublicEvaluator:
@@ -37,6 +39,20 @@ class PublicEvaluator:
         if self._encoded is None or self._section is None:
             return False
         return server_round == last or server_round % self._section.every_rounds == 0
+
+    def rehearse(self, payload: AdapterPayload) -> None:
+        """Encode every public record and evaluate a few: what is wrong with them shows before clients are asked.
+
+        Raises:
+            DataError: naming file and row of a record that does not fit the task.
+        """
+        if self._encoded is None:
+            return
+        for first in range(0, len(self._encoded), self._batch_size):
+            self._encoded.take(range(first, min(first + self._batch_size, len(self._encoded))))
+        self._bench.adapted.load(payload)
+        few = self._encoded[:_REHEARSED]
+        self._bench.task.evaluate(self._bench.adapted.model, few, self._batch_size)
 
     def evaluate(self, payload: AdapterPayload) -> Mapping[str, float] | None:
         """Return the task's metrics of an adapter; figures that do not exist are left out."""

@@ -146,7 +146,7 @@ class RoundLoop:
 
     def _all_rounds(self) -> str:
         last = self._config.federation.rounds
-        if self.state.round == 0:
+        if self.state.round == 0 and not self._note_start_meanwhile():
             self._note_start()
         while self.state.round < last:
             if self._settings.stop_after is not None and self.state.round >= self._settings.stop_after:
@@ -156,6 +156,20 @@ class RoundLoop:
             if self._stop_early:
                 return "stopped-early"
         return "finished"
+
+    def _note_start_meanwhile(self) -> bool:
+        """Let the grid note the start while the first round's clients train; return False where that cannot be.
+
+        A rule for early stopping is checked against the metrics before any client is asked.
+        """
+        grid: Any = self._grid
+        if not getattr(grid, "works_meanwhile", False) or self._stopping.config is not None:
+            return False
+        if self._settings.stop_after == 0:
+            return False
+        self._evaluator.rehearse(self._strategy.payload)
+        grid.meanwhile = self._note_start
+        return True
 
     def _note_start(self) -> None:
         started = time.perf_counter()

@@ -72,12 +72,15 @@ def load_pld() -> ModuleType:
     """Import and return `dp_accounting.pld.privacy_loss_distribution` (with `pld_pmf` and `common` beside it)."""
     wanted = "dp_accounting.pld.privacy_loss_distribution"
     with _LOCK:
-        loaded = {f"scipy.{name}" for name in _NAMES} & sys.modules.keys()
-        if wanted in sys.modules or loaded:
+        if wanted in sys.modules:
             return importlib.import_module(wanted)
-        stand_ins = {f"scipy.{name}": _StandIn(f"scipy.{name}") for name in _NAMES}
-        stand_ins["scipy.stats"].norm = Normal  # type: ignore[attr-defined]
-        stand_ins["scipy.signal"].fftconvolve = fftconvolve  # type: ignore[attr-defined]
+        # what is there already costs nothing (transformers brings scipy.optimize)
+        names = [name for name in (f"scipy.{name}" for name in _NAMES) if name not in sys.modules]
+        stand_ins = {name: _StandIn(name) for name in names}
+        if "scipy.stats" in stand_ins:
+            stand_ins["scipy.stats"].norm = Normal  # type: ignore[attr-defined]
+        if "scipy.signal" in stand_ins:
+            stand_ins["scipy.signal"].fftconvolve = fftconvolve  # type: ignore[attr-defined]
         sys.modules.update(stand_ins)
         try:
             return importlib.import_module(wanted)

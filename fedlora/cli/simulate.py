@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
+from fedlora.collector import held_collector
 from fedlora.errors import BudgetExceededError, ConfigError
 from fedlora.figures import at_least
 from fedlora.files import replace_text
@@ -91,8 +92,9 @@ def run_simulation(
         raise ConfigError("simulate: give either a CONFIG file or --resume RUN")
     if resume is not None and (overrides or overlay):
         raise ConfigError("simulate --resume: a run goes on with its own configuration; leave overrides out")
-    from fedlora.config import load
-    from fedlora.simulation.run import simulate as start
+    with held_collector():
+        from fedlora.config import load
+        from fedlora.simulation.run import simulate as start
 
     loaded = None if config is None else load(config, overrides or (), overlay or ())
     if loaded is not None:

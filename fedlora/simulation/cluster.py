@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,9 @@ from typing import Any, Final
 from fedlora.addresses import host_and_port
 from fedlora.config.schema import RayConfig
 from fedlora.errors import ClusterUnreachableError
+from fedlora.procfs import descendants
+from fedlora.simulation.terminations import kept_handler
+from fedlora.simulation.watch import kill_new_descendants
 
 _CURRENT: Final = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  (Ray's own file)
 
@@ -114,20 +118,42 @@ def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluste
         "log_to_driver": False,
         "configure_logging": False,
     }
-    if config.address is None:
+    with kept_handler():
+        if config.address is None:
+            _start(workers, gpus, options)
+        else:
+            _join(config, options)
+    return Cluster(own=True, namespace=namespace)
+
+
+def _start(workers: int, gpus: float, options: Mapping[str, Any]) -> None:
+    """Start a cluster of our own; where that is interrupted, whatever of it runs already is killed at once.
+
+    Ray itself leaves its agents behind then, which wait a minute and more for their head.
+    """
+    import ray
+
+    before = descendants(os.getpid())
+    try:
         # "local" never reads RAY_ADDRESS or a stale address file.
         ray.init(address="local", num_cpus=workers, num_gpus=math.ceil(gpus) if gpus > 0 else None, **options)
-    else:
-        address = resolve_address(config.address)
-        probe(address, config.connect_timeout_seconds)
-        options.pop("include_dashboard")
-        target = config.address if config.address.startswith("ray://") else address
-        try:
-            ray.init(address=target, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ClusterUnreachableError(f"ray.address: cannot join {address}: {text}") from None
-    return Cluster(own=True, namespace=namespace)
+    except BaseException:
+        kill_new_descendants(before)
+        raise
+
+
+def _join(config: RayConfig, options: dict[str, Any]) -> None:
+    import ray
+
+    address = resolve_address(str(config.address))
+    probe(address, config.connect_timeout_seconds)
+    options.pop("include_dashboard")
+    target = config.address if str(config.address).startswith("ray://") else address
+    try:
+        ray.init(address=target, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ClusterUnreachableError(f"ray.address: cannot join {address}: {text}") from None
 
 
 def disconnect(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,10 @@ from flwr.serverapp import Grid
 
 from fedlora.errors import SimulationError
 from fedlora.names import META
-from fedlora.simulation.host import Answered, NodeHost, NodeSpec, Readiness
+from fedlora.simulation.host import Answered, NodeHost
 from fedlora.simulation.identity import SERVER_NODE, assume_identity, make_run, number_message
 from fedlora.simulation.messages import HEADER
+from fedlora.simulation.node_spec import NodeSpec, Readiness
 from fedlora.simulation.spending import Spending
 from fedlora.training.charging import Grant
 
@@ -55,6 +56,9 @@ class HostedGrid(Grid):
         default_timeout: bound of every wait that is not given one, in seconds.
     """
 
+    works_meanwhile = False
+    """Whether nodes work while this process does something else."""
+
     def __init__(self, specs: Sequence[NodeSpec], spending: Spending, default_timeout: float) -> None:
         """Take the part of the server's node in Flower's messages."""
         if not specs:
@@ -71,6 +75,8 @@ class HostedGrid(Grid):
         """Worker to its cohort, where memory ran out all the same."""
         self.worker_seconds = {"passes": 0.0, "noise": 0.0}
         """Time of all workers in forward and backward passes and in drawing noise, so far."""
+        self.meanwhile: Callable[[], None] | None = None
+        """Called once, after the next messages have left and before their replies are waited for."""
         assume_identity(specs[0].run_number, SERVER_NODE)
 
     # -- Flower's interface ----------------------------------------------------------------------
@@ -124,7 +130,9 @@ class HostedGrid(Grid):
         bound = self._default_timeout if timeout is None else timeout
         keys = list(self.push_messages(messages))
         deadline = time.monotonic() + bound
-        replies: list[Message] = []
+        self._do_meanwhile()
+        replies: list[Message] = self._collect(keys, 0.0)  # what came meanwhile is not late
+        keys = [key for key in keys if key in self._pending]
         while keys:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -133,6 +141,11 @@ class HostedGrid(Grid):
             keys = [key for key in keys if key in self._pending]
         replies.extend(self._give_up(key, bound) for key in keys)
         return replies
+
+    def _do_meanwhile(self) -> None:
+        task, self.meanwhile = self.meanwhile, None
+        if task is not None:
+            task()
 
     def memory_per_worker(self) -> int | None:
         """Return the bytes that a worker may use where they are not this machine's; None where it is this machine."""

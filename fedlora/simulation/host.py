@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from flwr.app import Context, Message, RecordDict
 
 from fedlora.config import config_from_container
@@ -19,48 +18,12 @@ from fedlora.errors import SimulationError
 from fedlora.ledger.types import CommitRequest
 from fedlora.simulation.appdir import code_hash, load_module
 from fedlora.simulation.identity import assume_identity
+from fedlora.simulation.node_spec import NodeSpec, Readiness
 from fedlora.simulation.trim import Trimmer
 from fedlora.training.charging import Grant, GrantKeeper
 from fedlora.training.local import register_port, unregister_port
 from fedlora.training.port import LocalPort
 from fedlora.training.sampling import KeptCoins
-
-
-@dataclass(frozen=True)
-class NodeSpec:
-    """What a worker needs to become a node; the rows themselves are read by the worker.
-
-    Attributes:
-        node_id: Flower's number of the node.
-        run_number: Flower's number of the run.
-        app_dir: directory of the Flower app.
-        code_hash: hash of that app as the driver sees it.
-        container: resolved configuration as plain values.
-        config_hash: its hash.
-        parts: logical client id to the positions of its rows.
-        state_dir: where clients' optimiser state is kept (a folder that all machines see).
-        threads: CPU threads of this worker.
-    """
-
-    node_id: int
-    run_number: int
-    app_dir: str
-    code_hash: str
-    container: Mapping[str, Any]
-    config_hash: str
-    parts: Mapping[str, npt.NDArray[np.int64]]
-    state_dir: str
-    threads: int = 1
-
-
-@dataclass(frozen=True)
-class Readiness:
-    """PUBLIC. What a node knows once its model is loaded."""
-
-    node_id: int
-    event: Mapping[str, Any]
-    pid: int
-    peak_rss_mb: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +41,13 @@ class Answered:
     commits: Sequence[CommitRequest]
     cohort: int | None
     seconds: Mapping[str, float]
+
+
+def import_all() -> None:
+    """Import the libraries that every node needs, before it is told what to do."""
+    for name in ("transformers.modeling_utils", "peft", "fedlora.data", "fedlora.training.trainer"):
+        importlib.import_module(name)
+    importlib.import_module("fedlora.accounting.lean_import").load_pld()
 
 
 class NodeHost:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import Message
 
 from fedlora.accounting import Event
-from fedlora.config.schema import RayConfig
 from fedlora.errors import FedLoraError, SimulationError
-from fedlora.simulation.cluster import Cluster, connect, disconnect
+from fedlora.simulation.crew import Crew
 from fedlora.simulation.grid import MAX_ATTEMPTS, HostedGrid, Pending, agree_on_event, packet_header
-from fedlora.simulation.host import Answered, NodeHost, NodeSpec, Readiness
+from fedlora.simulation.host import Answered
+from fedlora.simulation.node_spec import NodeSpec, Readiness
 from fedlora.simulation.spending import Spending
-from fedlora.simulation.watch import Watcher
 
 _LOG = logging.getLogger(__name__)
 START_SECONDS = 600.0
@@ -35,59 +32,32 @@ class RayGrid(HostedGrid):
     Args:
         specs: one per worker.
         spending: the driver's ledger.
-        config: the `simulation.ray` section.
-        run_id: name of the run (Ray namespace).
+        crew: the workers, already started; closed with the grid.
         default_timeout: bound of every wait that is not given one, in seconds.
         start_seconds: bound of a worker's start.
-
-    Raises:
-        ClusterUnreachableError: if the cluster does not answer.
     """
+
+    works_meanwhile = True
 
     def __init__(
         self,
         specs: Sequence[NodeSpec],
         spending: Spending,
-        config: RayConfig,
-        run_id: str,
+        crew: Crew,
         default_timeout: float,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """Connect, and start all workers at once without waiting for them."""
+        """Tell every worker what it is, without waiting for them."""
         super().__init__(specs, spending, default_timeout)
-        self._config, self._start_seconds = config, start_seconds
-        cpus = sum(spec.threads for spec in specs)
-        self._cluster: Cluster | None = connect(config, cpus, config.gpus_per_worker * len(specs), run_id)
-        self._watcher: Watcher | None = None
+        self._crew, self._start_seconds = crew, start_seconds
         self._actors: dict[int, Any] = {}
         self._preparing: dict[int, Any] = {}
-        try:
-            for spec in specs:
-                self._start(spec)
-        except BaseException:
-            self.close()
-            raise
+        for spec in specs:
+            self._start(spec)
 
     def _start(self, spec: NodeSpec) -> None:
-        import ray
-
-        threads = str(spec.threads)
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-        environment = dict.fromkeys(names, threads)
-        environment |= {"TOKENIZERS_PARALLELISM": "false", "FLWR_TELEMETRY_ENABLED": "0"}
-        for name in ("HF_HUB_OFFLINE", "HF_HOME", "PYTHONPATH"):
-            if name in os.environ:
-                environment[name] = os.environ[name]
-        host_class: Any = ray.remote(NodeHost)
-        remote = host_class.options(
-            num_cpus=spec.threads,
-            num_gpus=self._config.gpus_per_worker,
-            max_restarts=0,
-            max_task_retries=0,
-            runtime_env={"env_vars": environment},
-        )
-        self._actors[spec.node_id] = actor = remote.remote(spec)
-        self._preparing[spec.node_id] = actor.prepare.remote()
+        self._actors[spec.node_id] = actor = self._crew.take()
+        self._preparing[spec.node_id] = actor.prepare.remote(spec)
 
     def _ensure_ready(self) -> None:
         import ray
@@ -109,8 +79,7 @@ class RayGrid(HostedGrid):
         except ray.exceptions.RayError as error:
             raise SimulationError(f"worker: died while starting ({_first_line(error)})") from None
         self._preparing = {}
-        if self._watcher is None and self._config.address is None:
-            self._watcher = Watcher()
+        self._crew.watch()
         event = Event.from_json(agree_on_event(readiness))
         if self._spending.event is not None and self._spending.event.key() != event.key():
             raise SimulationError(
@@ -182,9 +151,7 @@ class RayGrid(HostedGrid):
         )
 
     def _replace(self, node_id: int) -> None:
-        import ray
-
-        ray.kill(self._actors[node_id], no_restart=True)
+        self._crew.dismiss(self._actors[node_id])
         self.replaced_workers += 1
         self._start(self._specs[node_id])
 
@@ -194,7 +161,7 @@ class RayGrid(HostedGrid):
 
     def memory_per_worker(self) -> int | None:
         """Return the share of the smallest machine of a cluster that was there before; None for our own Ray."""
-        if self._config.address is None:
+        if self._crew.config.address is None:
             return None
         ray: Any = importlib.import_module("ray")
         threads = max(spec.threads for spec in self._specs.values())
@@ -210,24 +177,12 @@ class RayGrid(HostedGrid):
         """Return the workers' process ids (waits until they are ready)."""
         import ray
 
-        return [ray.get(actor.prepare.remote()).pid for actor in self._actors.values()]
+        return [ray.get(actor.prepare.remote(self._specs[node])).pid for node, actor in self._actors.items()]
 
     def close(self) -> None:
         """Kill the workers and leave the cluster; a cluster that was there before goes on."""
-        import ray
-
-        started = time.monotonic()
-        cluster, self._cluster = self._cluster, None
-        if cluster is None:
-            return
-        if ray.is_initialized():
-            for actor in self._actors.values():
-                ray.kill(actor, no_restart=True)
         self._actors = {}
-        disconnect(cluster)
-        if self._watcher is not None:
-            self._watcher.close()
-        _LOG.debug("grid closed in %.1f s", time.monotonic() - started)
+        self._crew.close()
 
 
 def _first_line(error: Exception) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, RecordDict
 
@@ -35,7 +33,6 @@ from fedlora.simulation.clients_ledger import (
 )
 from fedlora.simulation.counts import write_partition
 from fedlora.simulation.grid import HostedGrid, InProcessGrid
-from fedlora.simulation.host import NodeSpec
 from fedlora.simulation.identity import SERVER_NODE
 from fedlora.simulation.memory import (
     MemoryPlan,
@@ -45,11 +42,16 @@ from fedlora.simulation.memory import (
     plan_memory,
     write_plan,
 )
+from fedlora.simulation.node_spec import NodeSpec
 from fedlora.simulation.overlap import Sharing, find_sharing
 from fedlora.simulation.prepare import Federation, complete, make_federation, share_out
 from fedlora.simulation.settings import Progress, RunResult, ServerSettings, register_settings
 from fedlora.simulation.spending import Spending
+from fedlora.simulation.terminations import terminations
 from fedlora.training.charging import BudgetKeeper, LedgerKeeper
+
+if TYPE_CHECKING:
+    from fedlora.simulation.crew import Crew
 
 _LOG = logging.getLogger(__name__)
 _FIRST_NODE = 1001
@@ -90,34 +92,48 @@ def simulate(
         FedLoraError: whatever else ends the run.
     """
     started = time.perf_counter()
-    with _terminations(), ExitStack() as held:
+    with terminations(), ExitStack() as held:
         if resume is not None:
             held.enter_context(_locked(resume))
             ledger = ledger_of_run(resume, ledger)
-        settings, federation = _settings(config, resume, progress, stop_after, run_id)
+        federation = _federation(config, resume)
+        crew = None if in_process else _crew(federation, held)
+        settings = _settings(federation, resume, progress, stop_after, run_id)
         if resume is None:
             held.enter_context(_fresh_folder(settings, ledger))
         settings.ledger = ledger
         book = open_clients_ledger(settings.config, ledger, create=resume is None)
         try:
             spending = Spending(None if book is None else LedgerKeeper(book), settings.config)
-            run_number = zlib.crc32(settings.run_id.encode()) + 1
-            specs = _specs(settings, federation, run_number, in_process)
-            settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
-            grid = _grid(settings, specs, spending, in_process)
-            try:  # the workers load while the rest is prepared
-                plan = _prepare(grid, settings, federation, spending, specs, announce)
-                _log_plan(settings, specs, time.perf_counter() - started)
-                _run_server(grid, settings, run_number)
-            finally:
-                grid.close()
-            memory = write_plan(settings.folder, plan, grid.halved) if plan is not None else {}
-            inside = {f"workers_{name}": value for name, value in grid.worker_seconds.items()}
-            seconds = {**inside, "wall": time.perf_counter() - started}
-            return _with_ledger(_closed(settings, spending, memory, seconds), book, settings)
+            result = _run(settings, federation, spending, crew, announce, started)
+            return _with_ledger(result, book, settings)
         finally:
             if book is not None:
                 book.close()
+
+
+def _run(
+    settings: ServerSettings,
+    federation: Federation,
+    spending: Spending,
+    crew: Crew | None,
+    announce: Callable[[str], None] | None,
+    started: float,
+) -> RunResult:
+    """Tell the workers what they are, prepare the rest while they load, and run the server."""
+    run_number = zlib.crc32(settings.run_id.encode()) + 1
+    specs = _specs(settings, federation, run_number, in_process=crew is None)
+    settings.clients = {spec.node_id: tuple(sorted(spec.parts)) for spec in specs}
+    grid = _grid(settings, specs, spending, crew)
+    try:
+        plan = _prepare(grid, settings, federation, spending, specs, announce)
+        _log_plan(settings, specs, time.perf_counter() - started)
+        _run_server(grid, settings, run_number)
+    finally:
+        grid.close()
+    memory = write_plan(settings.folder, plan, grid.halved) if plan is not None else {}
+    inside = {f"workers_{name}": value for name, value in grid.worker_seconds.items()}
+    return _closed(settings, spending, memory, {**inside, "wall": time.perf_counter() - started})
 
 
 def _locked(folder: Path) -> FolderLock:
@@ -163,48 +179,58 @@ def _closed(
 # -- preparation ------------------------------------------------------------------------------------
 
 
+def _federation(config: FedLoraConfig | None, resume: Path | None) -> Federation:
+    """Read the rows and share them out, before anything is started."""
+    if resume is not None:
+        path = resume / "config.yaml"
+        if not path.is_file():
+            raise CheckpointError(f"resume: {path} is not there; give the folder of an earlier run")
+        return make_federation(load_config(path))
+    if config is None:
+        raise SimulationError("simulate: neither a configuration nor a run to resume was given")
+    return make_federation(config)
+
+
+def _crew(federation: Federation, held: ExitStack) -> Crew:
+    """Start the workers; they import while the driver prepares."""
+    from fedlora.simulation.crew import Crew
+
+    config = federation.config
+    name = f"{config.run.name}-{os.urandom(6).hex()}"
+    crew = Crew(
+        config.simulation.ray,
+        num_workers(config, len(federation.parts)),
+        config.simulation.threads_per_worker,
+        name,
+    )
+    held.callback(crew.close)
+    return crew
+
+
 def _settings(
-    config: FedLoraConfig | None,
+    federation: Federation,
     resume: Path | None,
     progress: Progress | None,
     stop_after: int | None,
     run_id: str | None,
-) -> tuple[ServerSettings, Federation]:
-    if resume is not None:
-        return _resumed(resume, progress, stop_after)
-    if config is None:
-        raise SimulationError("simulate: neither a configuration nor a run to resume was given")
-    federation = make_federation(config)
+) -> ServerSettings:
+    """Resolve the configuration, for a new run or the next attempt of an interrupted one."""
     prepared = complete(federation.config)
-    if run_id is None:
-        run_id = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
-    folder = Path(config.run.dir) / run_id
-    settings = ServerSettings(
-        prepared.config, run_id, folder, progress=progress, stop_after=stop_after, bench=prepared.bench
-    )
-    return settings, federation
-
-
-def _resumed(
-    folder: Path, progress: Progress | None, stop_after: int | None
-) -> tuple[ServerSettings, Federation]:
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"resume: {path} is not there; give the folder of an earlier run")
-    config = load_config(path)
-    federation = make_federation(config)
-    prepared = complete(config)
-    attempt = _next_attempt(folder)
-    settings = ServerSettings(
+    if resume is not None:
+        name, folder = f"{resume.name}.{_next_attempt(resume)}", resume
+    else:
+        run = federation.config.run
+        name = run_id or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+        folder = Path(run.dir) / name
+    return ServerSettings(
         prepared.config,
-        f"{folder.name}.{attempt}",
+        name,
         folder,
-        resume=True,
+        resume=resume is not None,
         progress=progress,
         stop_after=stop_after,
         bench=prepared.bench,
     )
-    return settings, federation
 
 
 def _next_attempt(folder: Path) -> int:
@@ -268,14 +294,14 @@ def _specs(
 
 
 def _grid(
-    settings: ServerSettings, specs: list[NodeSpec], spending: Spending, in_process: bool
+    settings: ServerSettings, specs: list[NodeSpec], spending: Spending, crew: Crew | None
 ) -> HostedGrid:
     timeout = settings.config.federation.round_timeout_seconds
-    if in_process:
+    if crew is None:
         return InProcessGrid(specs, spending, timeout)
     from fedlora.simulation.raygrid import RayGrid
 
-    return RayGrid(specs, spending, settings.config.simulation.ray, settings.run_id, timeout)
+    return RayGrid(specs, spending, crew, timeout)
 
 
 def _prepare(
@@ -348,21 +374,3 @@ def _run_server(grid: HostedGrid, settings: ServerSettings, run_number: int) -> 
         run_id=run_number, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config={}
     )
     app(grid, context)
-
-
-@contextmanager
-def _terminations() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that no worker is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        del number, frame
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

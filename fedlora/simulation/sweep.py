@@ -26,6 +26,7 @@ from fedlora.errors import ConfigError, FedLoraError
 from fedlora.files import FolderLock, ends_in_a_cut_line, replace_text
 from fedlora.simulation.clients_ledger import ledger_file
 from fedlora.simulation.settings import RoundRecord
+from fedlora.simulation.terminations import terminations
 
 _LOG = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ def run_sweep(
         FolderInUseError: if another process works on the same sweep.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with FolderLock(out, "sweep folder"):
+    with terminations(), FolderLock(out, "sweep folder"):
         return _run_waiting(plan, out, parallel, (cpus_per_trial, gpus_per_trial), progress, in_process)
 
 
@@ -310,6 +311,7 @@ def _run_on_ray(
     import ray
 
     from fedlora.simulation.cluster import connect, disconnect
+    from fedlora.simulation.watch import Watcher
 
     (out, shared), (cpus, gpus) = places, share
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
@@ -317,6 +319,7 @@ def _run_on_ray(
     slots = max(1, min(fitting, len(waiting)) if parallel is None else parallel)
     ray_config = load_config(plan.config, (), plan.overlays).simulation.ray
     cluster = connect(ray_config, math.ceil(cpus * slots), gpus * slots, out.name)
+    watcher = Watcher() if ray_config.address is None else None
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     task: Any = ray.remote(run_trial)
     task = task.options(num_cpus=cpus, num_gpus=gpus, max_retries=0, runtime_env={"env_vars": environment})
@@ -332,6 +335,8 @@ def _run_on_ray(
                 note(_result_of(reference, running.pop(reference)))
     finally:
         disconnect(cluster)
+        if watcher is not None:
+            watcher.close()
 
 
 def _result_of(reference: Any, trial: Trial) -> TrialResult:

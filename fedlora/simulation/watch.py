@@ -7,15 +7,19 @@ driver is dead, and what it had started is killed, each process only if it is st
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
-from fedlora.procfs import descendants
+from fedlora.procfs import descendants, process_start
 
 GRACE_SECONDS: Final = 5
 """Time that Ray's processes have to end by themselves."""
 _BYE: Final = b"bye"
+_PASSES: Final = 20
 _PROGRAM: Final = """
 import os, signal, sys, time
 if sys.stdin.buffer.read() != b"bye":
@@ -29,6 +33,29 @@ if sys.stdin.buffer.read() != b"bye":
         except (OSError, IndexError):
             pass
 """
+
+
+def kill_new_descendants(kept: Mapping[int, str]) -> None:
+    """Kill every process below this one but those that are kept (process id to start time).
+
+    Each is stopped before any is killed: none of them can start another, which would lose its parent and stay.
+    """
+    stopped: dict[int, str] = {}
+    for _ in range(_PASSES):
+        found = {pid: begun for pid, begun in descendants(os.getpid()).items() if kept.get(pid) != begun}
+        if found.keys() <= stopped.keys():
+            break
+        for pid, begun in found.items():
+            _signal(pid, begun, signal.SIGSTOP)
+        stopped |= found
+    for pid, begun in stopped.items():
+        _signal(pid, begun, signal.SIGKILL)
+
+
+def _signal(pid: int, begun: str, number: signal.Signals) -> None:
+    if process_start(pid) == begun:
+        with suppress(OSError):
+            os.kill(pid, number)
 
 
 class Watcher:

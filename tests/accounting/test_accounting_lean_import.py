@@ -65,6 +65,19 @@ def test_epsilons_are_the_same_with_all_of_scipy_loaded_and_scipy_stays_whole() 
     assert lean[8] == "True"
 
 
+def test_the_rest_of_scipy_stays_out_where_a_part_of_it_is_loaded_already() -> None:
+    """Transformers brings scipy.optimize."""
+    script = """
+import sys
+import scipy.optimize
+from fedlora.accounting.lean_import import load_pld
+load_pld()
+print("scipy.stats" in sys.modules, "scipy.signal" in sys.modules, scipy.optimize.brentq.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False", "brentq"]
+
+
 def test_a_stand_in_asked_before_the_import_has_ended_gives_the_real_module() -> None:
     script = """
 import sys

@@ -130,6 +130,38 @@ def test_h32_no_process_is_left_after_a_signal(world: Path, tmp_path: Path, numb
     assert alive(below) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["ray starts", "agents start", "workers load", "all is loaded"])
+def test_h32_no_process_is_left_after_a_signal_while_the_run_starts(
+    world: Path, tmp_path: Path, number: signal.Signals, stage: str
+) -> None:
+    """Ctrl-C and SIGTERM while Ray starts left its agents behind for a minute and more."""
+    begun = {"ray starts": 1, "agents start": 6, "workers load": 8, "all is loaded": 8}[stage]
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(container(world, tmp_path / "runs", federation={"rounds": 500})))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedlora.cli.main", "simulate", str(config), "--quiet"],
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    seen: dict[int, str] = {}
+    deadline = time.monotonic() + 120
+    while len(seen) < begun and time.monotonic() < deadline:
+        seen |= descendants(process.pid)
+        time.sleep(0.02)
+    time.sleep(3.0 if stage == "all is loaded" else 0.0)
+    process.send_signal(number)
+    sent = time.monotonic()
+    while process.poll() is None:
+        seen |= descendants(process.pid)
+        time.sleep(0.02)
+    while alive(list(seen)) and time.monotonic() < sent + 60:
+        time.sleep(0.1)
+    assert alive(list(seen)) == []
+    assert time.monotonic() - sent < 15
+    assert process.returncode != 0
+
+
 def test_h35_kill_9_of_the_driver_then_resume_is_bit_identical(world: Path, tmp_path: Path) -> None:
     changes = {"federation": {"rounds": 8}}
     whole = simulate(configuration(world, tmp_path / "whole", **changes))

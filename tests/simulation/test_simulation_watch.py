@@ -61,3 +61,35 @@ def test_a_watcher_leaves_no_process_of_its_own() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+FAMILY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+def test_what_an_interrupted_start_leaves_is_killed_and_what_was_there_stays() -> None:
+    script = f"""
+import os, subprocess, sys, time
+from fedlora.procfs import descendants
+from fedlora.simulation.watch import kill_new_descendants
+old = subprocess.Popen(["sleep", "600"])
+kept = descendants(os.getpid())
+new = subprocess.Popen([sys.executable, "-c", {FAMILY!r}])
+while len(descendants(os.getpid())) < 4:
+    time.sleep(0.05)
+kill_new_descendants(kept)
+new.wait()
+left = descendants(os.getpid())
+while len(left) > 1:
+    time.sleep(0.05)
+    left = descendants(os.getpid())
+print(list(left) == [old.pid])
+old.kill()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "True"
