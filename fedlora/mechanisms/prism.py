@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,17 +20,12 @@ from fedlora.adapters.blocks import BlockTable, FlatBlocks
 from fedlora.adapters.layout import check_payload_fits
 from fedlora.adapters.records import RecordAxis
 from fedlora.adapters.views import LayerView
-from fedlora.config.schema import AdamConfig, FedLoraConfig, PrismMechanism
+from fedlora.config.schema import FedLoraConfig, PrismMechanism
 from fedlora.errors import UnsupportedCombinationError
 from fedlora.geometry import (
     Frames,
-    Spectrum,
     Tangent,
-    complement,
     project_change,
-    project_product,
-    retract_many,
-    transport_tangent,
 )
 from fedlora.mechanisms.base import (
     LocalState,
@@ -44,22 +40,19 @@ from fedlora.mechanisms.clip import clip_and_sum
 from fedlora.mechanisms.coordinates import Coordinates
 from fedlora.mechanisms.direction import direct, empty_slots, euclidean_step
 from fedlora.mechanisms.noise import NoiseSource, add_noise
-from fedlora.mechanisms.prism_direction import (
-    PrismMoments,
-    precondition,
-    spectra_of,
-    transport_moments,
-    update_moments,
-)
+from fedlora.mechanisms.prism_direction import PrismMoments
+from fedlora.mechanisms.prism_graph import StepGraphs
 from fedlora.mechanisms.prism_paper import PaperState, paper_lift, paper_step
 from fedlora.mechanisms.prism_state import (
     PrismGroup,
     PrismState,
     initial_frames,
     open_groups,
+    share_core,
     take_tangent,
     tangent_arrays,
 )
+from fedlora.mechanisms.prism_step import StepRule, mean_tangents
 from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate, PerRecordGradients
 from fedlora.names import GROUP_ADAPTERS
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
@@ -165,112 +158,21 @@ def _noise(
     return replace(noised, blocks=blocks)
 
 
-def share_core(frames: Frames, blocks: Tangent) -> Tangent:
-    """Return the tangent vector with x_out as given and x_in's core replaced by x_out's."""
-    core = frames.q_out.mT @ blocks.x_out
-    return Tangent(blocks.x_out, complement(frames.q_in, blocks.x_in) + frames.q_in @ core.mT)
-
-
-def _update(mechanism: Mechanism, state: LocalState, update: NoisyUpdate, lr: float) -> LocalState:
+def _update(
+    graphs: StepGraphs, mechanism: Mechanism, state: LocalState, update: NoisyUpdate, lr: float
+) -> LocalState:
     own: PrismState = state.own
-    privacy = mechanism.privacy
+    privacy, settings = mechanism.privacy, _settings(mechanism)
+    rule = StepRule.of(mechanism, settings)
     deviation = update.noise_stddev.get(GROUP_ADAPTERS, 0.0) / privacy.divisor
-    noised = [take_tangent(update.blocks, group).scaled(1.0 / privacy.divisor) for group in own.groups]
-    if not privacy.record_level:
-        noised = [share_core(group.frames, x) for group, x in zip(own.groups, noised, strict=True)]
-    if _settings(mechanism).adaptivity == "paper":
-        groups = [
-            _step_paper(_settings(mechanism), group, x, deviation**2, lr)
-            for group, x in zip(own.groups, noised, strict=True)
-        ]
+    noised = [take_tangent(update.blocks, group) for group in own.groups]
+    if settings.adaptivity == "paper":
+        parts = zip(own.groups, mean_tangents(rule, own.groups, noised), strict=True)
+        groups = [_step_paper(settings, group, x, deviation**2, lr) for group, x in parts]
     else:
-        groups = _step_groups(mechanism, own, noised, deviation**2, lr)
+        groups = graphs.step(rule, own, noised, deviation**2, lr)
     values, slots = _step_extras(mechanism, state, update, lr)
     return replace(state, values=values, slots=slots, own=PrismState(tuple(groups), own.steps + 1))
-
-
-def _pull(mechanism: Mechanism, group: PrismGroup, like: Tangent) -> Tangent | None:
-    """Weight decay and proximal term as tangent vectors at the present point (data-free), or None."""
-    decay, mu = mechanism.optimizer.weight_decay, mechanism.config.training.proximal_mu
-    if decay == 0.0 and mu == 0.0:
-        return None
-    f, b = group.frames, group.base
-    pull = Tangent(f.q_out @ f.core, f.q_in @ f.core.mT).scaled(decay + mu)
-    if mu > 0.0:
-        lead = f.core.shape[0]
-        left = (b.q_out @ b.core).expand(lead, -1, -1, -1)
-        pull = pull.plus(project_product(f, left, b.q_in.mT.expand(lead, -1, -1, -1)).scaled(-mu))
-    return pull
-
-
-def _step_groups(
-    mechanism: Mechanism, own: PrismState, noised: Sequence[Tangent], variance: float, lr: float
-) -> list[PrismGroup]:
-    """Take one step in every group; small problems of all groups are solved together."""
-    settings, groups = _settings(mechanism), list(own.groups)
-    known: Sequence[tuple[Spectrum, Spectrum] | None] = [None] * len(groups)
-    if all(group.moments is not None for group in groups):
-        groups = [_averaged(settings, group, x) for group, x in zip(groups, noised, strict=True)]
-        known = spectra_of([group.moments for group in groups if group.moments is not None])
-    else:
-        groups = [
-            replace(group, momentum=_heavy_ball(mechanism, group, x))
-            for group, x in zip(groups, noised, strict=True)
-        ]
-    directions = []
-    for group, x, found in zip(groups, noised, known, strict=True):
-        direction = x if group.momentum is None else group.momentum
-        if group.moments is not None:
-            direction = precondition(
-                group.moments,
-                group.frames,
-                beta1=settings.beta1,
-                beta2=settings.beta2,
-                noise_variance=variance,
-                known=found,
-            )
-        pull = _pull(mechanism, group, x)
-        directions.append(direction if pull is None else direction.plus(pull))
-    frames = retract_many([group.frames for group in groups], directions, -lr)
-    return [
-        replace(
-            _moved_to(settings, group, new, variance, found),
-            update=direction.scaled(-lr) if own.steps == 0 else None,
-        )
-        for group, new, direction, found in zip(groups, frames, directions, known, strict=True)
-    ]
-
-
-def _averaged(settings: PrismMechanism, group: PrismGroup, noised: Tangent) -> PrismGroup:
-    if group.moments is None:
-        return group
-    new = update_moments(group.moments, group.frames, noised, beta1=settings.beta1, beta2=settings.beta2)
-    return replace(group, moments=new)
-
-
-def _moved_to(
-    settings: PrismMechanism,
-    group: PrismGroup,
-    new: Frames,
-    variance: float,
-    known: tuple[Spectrum, Spectrum] | None,
-) -> PrismGroup:
-    """Return the group at its new frames, with moments and momentum carried along."""
-    moments, momentum = group.moments, group.momentum
-    if moments is not None:
-        moments = transport_moments(
-            moments, group.frames, new, beta2=settings.beta2, noise_variance=variance, known=known
-        )
-    if momentum is not None:
-        momentum = transport_tangent(group.frames, new, momentum)
-    return replace(group, frames=new, moments=moments, momentum=momentum)
-
-
-def _heavy_ball(mechanism: Mechanism, group: PrismGroup, noised: Tangent) -> Tangent | None:
-    optimizer = mechanism.optimizer
-    if isinstance(optimizer, AdamConfig) or optimizer.momentum == 0.0:
-        return None
-    return noised if group.momentum is None else group.momentum.scaled(optimizer.momentum).plus(noised)
 
 
 def _step_paper(
@@ -341,17 +243,18 @@ def _close(mechanism: Mechanism, state: LocalState) -> list[AdapterPayload]:
     return payloads
 
 
-_STAGES = Stages(
-    initial=_initial,
-    open=_open,
-    views=_views,
-    update=_update,
-    close=_close,
-    prepare=usual_prepare,
-    clip=_clip,
-    noise=_noise,
-    event=usual_event,
-)
+def _stages() -> Stages:
+    return Stages(
+        initial=_initial,
+        open=_open,
+        views=_views,
+        update=partial(_update, StepGraphs()),
+        close=_close,
+        prepare=usual_prepare,
+        clip=_clip,
+        noise=_noise,
+        event=usual_event,
+    )
 
 
 def build(config: FedLoraConfig, layout: AdapterLayout) -> Mechanism:
@@ -360,5 +263,5 @@ def build(config: FedLoraConfig, layout: AdapterLayout) -> Mechanism:
     metric = build_metric(config, coordinates, "tangent")
     privacy, schedule = StepPrivacy.of(config), build_schedule(config)
     return Mechanism(
-        "prism", config, layout, coordinates, metric, privacy, schedule, "frames", "tangent", _STAGES
+        "prism", config, layout, coordinates, metric, privacy, schedule, "frames", "tangent", _stages()
     )

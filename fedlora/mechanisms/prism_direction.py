@@ -48,14 +48,14 @@ class PrismMoments:
     Attributes:
         m_out: (..., out, r); m_in: (..., in, r): first moments of the evenly split lift.
         v_out: (..., r, r); v_in: (..., r, r): second moments in rank space.
-        steps: updates that entered the averages.
+        steps: updates that entered the averages; a tensor of no axes while a step is recorded on a GPU.
     """
 
     m_out: Tensor
     m_in: Tensor
     v_out: Tensor
     v_in: Tensor
-    steps: int = 0
+    steps: float | Tensor = 0
 
     @staticmethod
     def zeros(frames: Frames) -> PrismMoments:
@@ -144,7 +144,9 @@ def transport_moments(
     )
 
 
-def _moved(second: Spectrum, overlap: Tensor, noise_variance: float | Tensor, weight: float) -> Tensor:
+def _moved(
+    second: Spectrum, overlap: Tensor, noise_variance: float | Tensor, weight: float | Tensor
+) -> Tensor:
     """Return O^T [V - f I]_+ O + f I with f = weight * noise_variance (see `transport_second_moment`)."""
     values = second.values
     floor = noise_variance.to(values)[..., None] * weight if isinstance(noise_variance, Tensor) else None
@@ -154,7 +156,7 @@ def _moved(second: Spectrum, overlap: Tensor, noise_variance: float | Tensor, we
     return signal + (shift if floor is None else floor[..., None]) * eye
 
 
-def _inverse_root(second: Spectrum, correct: float, noise_variance: float | Tensor) -> Tensor:
+def _inverse_root(second: Spectrum, correct: float | Tensor, noise_variance: float | Tensor) -> Tensor:
     """Return ([V / correct - s^2 I]_+ + max(s^2, tiny) I)^(-1/2)."""
     values = second.values / correct
     if isinstance(noise_variance, Tensor):

@@ -12,7 +12,14 @@ from fedlora.adapters.adapted import AdaptedModel
 from fedlora.adapters.blocks import FlatBlocks
 from fedlora.adapters.philox_normal import normals
 from fedlora.errors import LayoutMismatchError
-from fedlora.geometry import Frames, Tangent, check_frames, check_rank, frames_from_factors
+from fedlora.geometry import (
+    Frames,
+    Tangent,
+    check_frames,
+    check_rank,
+    complement,
+    frames_from_factors,
+)
 from fedlora.mechanisms.coordinates import shape_groups
 from fedlora.mechanisms.prism_direction import PrismMoments
 from fedlora.mechanisms.prism_paper import PaperState
@@ -136,6 +143,12 @@ def take_tangent(blocks: FlatBlocks, group: PrismGroup) -> Tangent:
         for key in (TANGENT_OUT, TANGENT_IN)
     )
     return Tangent(x_out, x_in)
+
+
+def share_core(frames: Frames, blocks: Tangent) -> Tangent:
+    """Return the tangent vector with x_out as given and x_in's core replaced by x_out's."""
+    core = frames.q_out.mT @ blocks.x_out
+    return Tangent(blocks.x_out, complement(frames.q_in, blocks.x_in) + frames.q_in @ core.mT)
 
 
 def tangent_arrays(groups: Mapping[tuple[str, ...], Tangent], client: int) -> dict[str, Array]:

@@ -191,11 +191,12 @@ class PassRunner:
 
 
 def rounded(count: int) -> int:
-    """Return the least of few sizes that is >= count, at most an eighth above it (or 7 records).
+    """Return the least of few sizes that is >= count, at most a sixteenth above it (or 7 records).
 
-    A GPU's matrix library plans anew for each shape, and every Poisson draw has another number of records.
+    A GPU's matrix library plans anew for each shape, and every Poisson draw has another number of records. On average
+    half of that is filling, which a large model feels; draws of n records on average meet about sqrt(n) / 4 sizes.
     """
-    step = max(8, 1 << max(0, count.bit_length() - 4))
+    step = max(8, 1 << max(0, count.bit_length() - 5))
     return -(-count // step) * step
 
 

@@ -15,8 +15,7 @@ from fedlora.adapters.blocks import FlatBlocks
 from fedlora.errors import LayoutMismatchError, NotOnManifoldError, RankMismatchError
 from fedlora.mechanisms import build_mechanism
 from fedlora.mechanisms.noise import SeededNoise
-from fedlora.mechanisms.prism import share_core
-from fedlora.mechanisms.prism_state import shape_groups, take_tangent
+from fedlora.mechanisms.prism_state import shape_groups, share_core, take_tangent
 from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate
 from fedlora.names import CORE, GROUP_ADAPTERS, GROUP_HEAD, TANGENT_IN, TANGENT_OUT, block_name
 from fedlora.training.cohort import ClientJob, CohortEngine
