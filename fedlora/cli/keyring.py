@@ -68,7 +68,7 @@ def new_deployment_key(folder: Path, name: str, *, rotate: bool = False) -> Path
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     path = folder / name
     if rotate and path.exists():
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         write_file(folder / f"{name}.old-{stamp}", path.read_bytes())  # the key's place is never empty
     write_file(path, private, replace=rotate)
     return write_file(

@@ -170,6 +170,16 @@ def test_a_key_that_does_not_exist_cannot_be_rotated(tmp_path: Path) -> None:
     assert frame.main(["keys", "rotate", str(tmp_path), "hospital"]) == 0
 
 
+def test_a_key_can_be_rotated_twice_within_a_second_and_every_old_one_is_kept(tmp_path: Path) -> None:
+    assert frame.main(["keys", "new", str(tmp_path), "hospital"]) == 0
+    seen = [(tmp_path / "hospital").read_bytes()]
+    for _ in range(3):
+        assert frame.main(["keys", "rotate", str(tmp_path), "hospital"]) == 0
+        seen.append((tmp_path / "hospital").read_bytes())
+    kept = [path.read_bytes() for path in sorted(tmp_path.glob("hospital.old-*"))]
+    assert kept == seen[:-1]
+
+
 def settings(tmp_path: Path, superlink: str, ca: Path) -> ClientSettings:
     key = tmp_path / "keys" / "a"
     if not key.exists():
