@@ -121,7 +121,7 @@ budget: {{epsilon: 20.0, delta: 1.0e-4, adjacency: add_or_remove, unit: record, 
 policy:
   mechanisms: [lora_fa]
   min_noise_multiplier: 0.9
-  max_rounds: 20
+  max_rounds: {rounds}
   max_steps_per_round: 4
   base_models: []
 operations: {{audit_log: audit.jsonl}}
@@ -175,7 +175,7 @@ class Federation:
         write_rows(folder / "records.jsonl", 60 + number, number, wards)
         place = self.place(name)
         place.mkdir(mode=0o700, exist_ok=True)
-        text = SITE.format(name=name, socket=place)
+        text = SITE.format(name=name, socket=place, rounds=max(20, self.rounds))
         if wards:  # an edge site: each ward is a logical client with a budget of its own
             text = text.replace(
                 "  name: words-2026\n", "  name: words-2026\n  partition: {kind: column, column: ward}\n"

@@ -90,7 +90,7 @@ class World:
             folder = root / name
             new_identity_key(folder / "keys" / "identity.pem")
             write_rows(folder / "records.jsonl", 40 + number, number)
-            (folder / "site.yaml").write_text(SITE.format(name=name, socket=folder / "run"))
+            (folder / "site.yaml").write_text(SITE.format(name=name, socket=folder / "run", rounds=20))
 
     def site(self, name: str, *overrides: str) -> Site:
         file = self.root / name / "site.yaml"

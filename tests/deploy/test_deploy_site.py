@@ -37,7 +37,7 @@ def site(tmp_path: Path) -> Path:
     write_rows(tmp_path / "records.jsonl", 30, 1)
     new_identity_key(tmp_path / "keys" / "identity.pem")
     file = tmp_path / "site.yaml"
-    file.write_text(SITE.format(name="site-a", socket=tmp_path / "run"))
+    file.write_text(SITE.format(name="site-a", socket=tmp_path / "run", rounds=20))
     return file
 
 
