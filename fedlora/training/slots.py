@@ -3,20 +3,26 @@
 Kept only where the coordinates stay the same from round to round (a common frozen lora_A): moments of one
 round's frames or factors mean nothing in the next round's. On disk, the last two generations of each client
 are kept, so that a run that goes on from a checkpoint finds the state as of that checkpoint. A file
-that was cut by a crash belongs to a round after the last checkpoint and is never read.
+that was cut by a crash of the run belongs to a round after the last checkpoint and is never read; one that a killed
+worker left cut, in a round that ended without its clients, gives way to the state before it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from fedlora.errors import FileAccessError
 from fedlora.mechanisms.base import Mechanism
 
+_LOG = logging.getLogger(__name__)
 Slots = Mapping[str, torch.Tensor]
 _KEEP = 2
 _SUFFIX = ".safetensors"
@@ -53,23 +59,34 @@ class SlotStore:
         if self._folder is None:
             return None
         stem = _stem(client)
-        earlier = [number for number in self._rounds.get(stem, ()) if number < server_round]
-        return load_file(self._path(self._folder, stem, max(earlier))) if earlier else None
+        for number in sorted(self._rounds.get(stem, ()), reverse=True):
+            if number < server_round:
+                path = self._path(self._folder, stem, number)
+                try:
+                    return load_file(path)
+                except SafetensorError:  # its worker was killed, and its round ended without it
+                    _LOG.warning("%s/%s: cut; the state before it is used", path.parent.name, path.name)
+        return None
 
     def forget(self) -> None:
         """Drop what is in memory (another run begins); files stay."""
         self._memory = {}
 
     def save(self, client: str, server_round: int, slots: Slots) -> None:
-        """Keep the state that a round left."""
+        """Keep the state that a round left.
+
+        Raises:
+            FileAccessError: if it cannot be written; the state before it then stays the newest.
+        """
         if not slots:
             return
-        self._memory[client] = (server_round, slots)
         if self._folder is None:
+            self._memory[client] = (server_round, slots)
             return
         stem = _stem(client)
         data = save({name: value.contiguous() for name, value in slots.items()})
-        self._path(self._folder, stem, server_round).write_bytes(data)
+        _write(self._path(self._folder, stem, server_round), data)
+        self._memory[client] = (server_round, slots)
         rounds = sorted({*self._rounds.get(stem, ()), server_round})
         for old in rounds[:-_KEEP]:
             self._path(self._folder, stem, old).unlink(missing_ok=True)
@@ -78,6 +95,18 @@ class SlotStore:
     @staticmethod
     def _path(folder: Path, stem: str, server_round: int) -> Path:
         return folder / f"{stem}.{server_round:06d}{_SUFFIX}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file or none: half a state would stop its client in every later process that reads it."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        raise FileAccessError(
+            f"{path.parent.name}/{path.name}: cannot be written ({error.strerror or type(error).__name__})"
+        ) from None
 
 
 def _stem(client: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedlora.errors import FileAccessError
 from fedlora.training.slots import SlotStore
 
 
@@ -57,3 +60,38 @@ def test_a_repeated_round_replaces_its_file(tmp_path: Path) -> None:
 def test_empty_state_is_not_written(tmp_path: Path) -> None:
     SlotStore(tmp_path).save("a", 1, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_does_not_fit_on_the_disk_is_named_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk left an empty file; the client then failed in every later process that read it."""
+    store = SlotStore(tmp_path / "clients")
+    store.save("a", 1, state(1.0))
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(FileAccessError, match=r"clients/.*000002.*No space left"):
+            store.save("a", 2, state(2.0))
+    assert len(list((tmp_path / "clients").iterdir())) == 1
+    for one in (store, SlotStore(tmp_path / "clients")):
+        found = one.load("a", 3)
+        assert found is not None
+        assert found["count"].item() == 1.0
+
+
+def test_a_file_that_a_killed_worker_left_cut_gives_way_to_the_state_before_it(tmp_path: Path) -> None:
+    store = SlotStore(tmp_path)
+    store.save("a", 1, state(1.0))
+    store.save("a", 2, state(2.0))
+    newest = max(tmp_path.iterdir())
+    newest.write_bytes(newest.read_bytes()[:20])
+    found = SlotStore(tmp_path).load("a", 3)
+    assert found is not None
+    assert found["count"].item() == 1.0
+    newest.write_bytes(b"")
+    assert SlotStore(tmp_path).load("a", 3) is not None
