@@ -7,7 +7,8 @@ round, Poisson batches, real noise, one ledger. Prints one line of JSON:
 
 - start_seconds: from the call to the first request to the workers, their start included;
 - overhead: part of the rounds' wall time in which the slower worker was not in forward, backward or noise and the
-  driver evaluated nothing; `idle_too` counts the faster worker's waiting as well;
+  driver evaluated nothing (in the first round: the slower of them, since the start is evaluated beside it);
+  `idle_too` counts the faster worker's waiting as well;
 - memory_mb: resident memory of driver and workers after each round.
 """
 
@@ -66,6 +67,7 @@ class Watch:
         self.inside: dict[int, float] = {}
         self.rounds: list[dict[str, Any]] = []
         self._last = self.started
+        self._beside = 0.0
         took, push = grid_module.HostedGrid._took, grid_module.HostedGrid.push_messages
 
         def took_noted(grid: Any, node: int, answered: Any) -> Any:
@@ -84,6 +86,7 @@ class Watch:
     def note(self, record: RoundRecord) -> None:
         """Close a round's account."""
         if record.round == 0:  # evaluated while the first round's clients train
+            self._beside = record.seconds.get("evaluate", 0.0)
             return
         self.rounds.append(
             {
@@ -92,6 +95,7 @@ class Watch:
                 "wall": time.perf_counter() - self._last,
                 "evaluate": record.seconds.get("evaluate", 0.0),
                 "workers": sorted(self.inside.values()),
+                "beside": self._beside if record.round == 1 else 0.0,
                 "parts": dict(record.seconds),
                 "memory_mb": resident_mb(),
             }
@@ -124,7 +128,7 @@ def _resident(pid: int) -> float:
 def summary(watch: Watch, rounds: list[dict[str, Any]], workers: int) -> dict[str, Any]:
     """Return shares over some rounds; the first one encodes and warms up, and is given apart."""
     wall = sum(one["wall"] for one in rounds)
-    slow = sum(max(one["workers"], default=0.0) + one["evaluate"] for one in rounds)
+    slow = sum(max(one["beside"], *one["workers"], 0.0) + one["evaluate"] for one in rounds)
     mean = sum(sum(one["workers"]) / workers + one["evaluate"] for one in rounds)
     return {
         "rounds": len(rounds),

@@ -95,6 +95,7 @@ class FactorySource(Section):
     arguments: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
 
 
+_Scalar = str | int | float | bool | None
 Source = Annotated[
     PackageSource | HubSource | FileSource | SqlSource | FactorySource, Field(discriminator="kind")
 ]
@@ -132,8 +133,20 @@ class FilesPartition(Section):
     kind: Literal["files"]
 
 
+class FlwrPartition(Section):
+    """A partitioner of flwr-datasets by its class's name; `arguments` go to its constructor.
+
+    Its `seed` is the run's where `arguments` name none.
+    """
+
+    kind: Literal["flwr"]
+    partitioner: str = Field(pattern=r"^[A-Za-z]+Partitioner$")
+    arguments: dict[str, _Scalar | list[_Scalar]] = Field(default_factory=dict)
+
+
 Partition = Annotated[
-    ColumnPartition | DirichletPartition | QuantityPartition | FilesPartition, Field(discriminator="kind")
+    ColumnPartition | DirichletPartition | QuantityPartition | FilesPartition | FlwrPartition,
+    Field(discriminator="kind"),
 ]
 
 

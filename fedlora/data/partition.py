@@ -15,6 +15,7 @@ from fedlora.config.schema import (
     ColumnPartition,
     DirichletPartition,
     FilesPartition,
+    FlwrPartition,
     Partition,
     QuantityPartition,
 )
@@ -60,6 +61,10 @@ def partition_rows(rows: Rows, partition: Partition | None, seed: int) -> dict[s
         return quantity_partition(len(rows), partition.clients, partition.alpha, generator)
     if isinstance(partition, FilesPartition):
         return _by_value([rows.origin(place).source for place in range(len(rows))])
+    if isinstance(partition, FlwrPartition):
+        from fedlora.data.partition_flwr import flwr_partition
+
+        return flwr_partition(rows, partition, seed)
     return column_partition(rows.column(partition.column), partition)
 
 
@@ -124,32 +129,6 @@ def column_partition(values: Sequence[Any], partition: ColumnPartition) -> dict[
         largest = sorted(groups, key=lambda client: (-len(groups[client]), client))[: partition.clients]
         groups = {client: groups[client] for client in sorted(largest)}
     return groups
-
-
-def partition_with(partitioner: Any, rows: Rows) -> dict[str, Index]:
-    """Split with a partitioner of flwr-datasets (anything with `dataset` and `partition_id_to_indices`).
-
-    Args:
-        partitioner: for example `flwr_datasets.partitioner.DirichletPartitioner(...)`.
-        rows: the records.
-
-    Raises:
-        DataError: if it gives a record to two clients.
-    """
-    import datasets
-
-    columns = {name: rows.column(name) for name in rows.columns}
-    columns["__position__"] = list(range(len(rows)))
-    partitioner.dataset = datasets.Dataset.from_dict(columns)
-    count = int(partitioner.num_partitions)
-    split = {
-        client_name(number): np.sort(
-            np.asarray(partitioner.load_partition(number)["__position__"], dtype=np.int64)
-        )
-        for number in range(count)
-    }
-    check_disjoint(split, len(rows))
-    return split
 
 
 def check_disjoint(split: Mapping[str, Index], num_records: int) -> None:

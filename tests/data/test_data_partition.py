@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +12,11 @@ from data_helpers import data_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlora.config.schema import ColumnPartition
+from fedlora.config.schema import ColumnPartition, FlwrPartition
 from fedlora.data import bound_groups, check_disjoint, load_rows, partition_rows, split_validation
 from fedlora.data.metrics import mean_over_clients
-from fedlora.data.partition import dirichlet_partition, partition_table, partition_with, quantity_partition
+from fedlora.data.partition import dirichlet_partition, partition_table, quantity_partition
+from fedlora.data.partition_flwr import partition_with
 from fedlora.data.partition_plot import partition_svg
 from fedlora.errors import DataError
 
@@ -113,6 +117,76 @@ def test_partitioners_of_flwr_datasets_fit(tmp_path: Path) -> None:
     bad.overlap = 2
     with pytest.raises(DataError, match="2 records"):
         partition_with(bad, rows)
+
+
+class CutPartitioner(HalfPartitioner):
+    """Cuts at stated sizes; what is left over belongs to nobody."""
+
+    def __init__(self, partition_sizes: list[int], partition_by: str = "label", seed: int = 42) -> None:
+        if min(partition_sizes) < 0:
+            raise ValueError("partition_sizes must be >= 0")
+        self.sizes, self.by, self.seed = partition_sizes, partition_by, seed
+        self.num_partitions = len(partition_sizes)
+        MADE.append(self)
+
+    def load_partition(self, number: int) -> object:
+        assert self.dataset.column_names == [self.by, "__position__"], "no other column is shown"
+        first = sum(self.sizes[:number])
+        return self.dataset.select(range(first, first + self.sizes[number]))
+
+
+MADE: list[CutPartitioner] = []
+
+
+def flwr(rows: Any, partitioner: str = "CutPartitioner", **arguments: object) -> dict[str, list[int]]:
+    partition = FlwrPartition(kind="flwr", partitioner=partitioner, arguments=arguments)
+    return {name: part.tolist() for name, part in partition_rows(rows, partition, 11).items()}
+
+
+@pytest.fixture
+def flwr_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    module = ModuleType("flwr_datasets.partitioner")
+    module.CutPartitioner = CutPartitioner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
+    monkeypatch.setitem(sys.modules, "flwr_datasets.partitioner", module)
+
+
+@pytest.mark.usefixtures("flwr_datasets")
+def test_a_partitioner_of_flwr_datasets_is_named_in_the_configuration(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path / "a.jsonl", 10)
+    split = flwr(rows, partition_sizes=[5, 0, 2], partition_by="label")
+    assert split == {"client-0000": [0, 1, 2, 3, 4], "client-0001": [], "client-0002": [5, 6]}
+    assert MADE[-1].seed == 11, "the run's seed"
+    flwr(rows, partition_sizes=[5], partition_by="label", seed=3)
+    assert MADE[-1].seed == 3
+
+
+@pytest.mark.usefixtures("flwr_datasets")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partitioner": "IidPartitioner"}, "has no IidPartitioner; it has CutPartitioner"),
+        ({"partition_sizes": [-1]}, "CutPartitioner refuses them: partition_sizes must be >= 0"),
+        ({"alpha": 1.0}, "CutPartitioner refuses them: .*alpha"),
+        ({"partition_sizes": [11], "partition_by": "label"}, "cannot split these records .IndexError."),
+        ({"partition_sizes": [1], "partition_by": "topic"}, "cannot split these records"),
+    ],
+)
+def test_a_partitioner_of_flwr_datasets_that_does_not_fit_is_one_error(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        flwr(make_rows(tmp_path / "a.jsonl", 10), **{"partition_sizes": [5], **changes})
+
+
+def test_flwr_datasets_that_is_not_installed_is_said_with_what_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flwr_datasets", None)
+    monkeypatch.setitem(sys.modules, "flwr_datasets.partitioner", None)
+    with pytest.raises(DataError, match="pip install flwr-datasets"):
+        flwr(make_rows(tmp_path / "a.jsonl", 10))
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.integers(1, 3))
