@@ -29,6 +29,8 @@ Places = npt.NDArray[np.int64]
 
 OVERSHOOT: Final = 4.0
 """Length of a canary's gradient over the clip bound, before clipping."""
+_LEAST_KEPT: Final = 0.1
+"""Coordinates of which less is released carry no canary."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,12 @@ class GradientRows:
 
 
 def positions_of(mechanism: Mechanism, names: Sequence[str]) -> Places:
-    """Return the flat positions of some blocks; matrices and vectors only."""
+    """Return the flat positions of some blocks, but those that are (almost) left out; matrices and vectors only."""
     table: BlockTable = mechanism.coordinates.table
     usable = [n for n in names if n in mechanism.coordinates.stored.shapes or len(table.shapes[n]) == 2]
     parts = [np.arange(*table.span(name), dtype=np.int64) for name in usable]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    found = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    return found[kept_at(mechanism, found) > _LEAST_KEPT]
 
 
 class CoordinateBasis:
@@ -175,6 +178,7 @@ class CoordinateBasis:
             else block_labels(mechanism, self._positions[:, 0])
         )
         self._weights = weights_at(mechanism, self._positions)
+        self._kept = np.sqrt(kept_at(mechanism, self._positions))
 
     def gradients(self, state: LocalState, chosen: Chosen) -> PerRecordGradients:
         """Return one spike per part, of length OVERSHOOT C in the metric."""
@@ -190,10 +194,11 @@ class CoordinateBasis:
     def filtered(self, state: LocalState, update: NoisyUpdate) -> tuple[Tensor, Tensor]:
         """Read the canaries' coordinates in units of the claimed noise."""
         sigma = self._mechanism.privacy.sigma()
-        scale = self._weights / (sigma * self._mechanism.privacy.max_grad_norm)
+        scale = self._weights / (sigma * self._mechanism.privacy.max_grad_norm * self._kept)
         read = update.blocks.flat[:, torch.from_numpy(self._positions)].double().cpu()
         statistic = (read * torch.from_numpy(scale)).sum(2) / math.sqrt(self._parts)
-        return statistic, torch.full_like(statistic, math.sqrt(self._parts) / sigma)
+        strength = torch.from_numpy(self._kept.sum(1) / (math.sqrt(self._parts) * sigma))
+        return statistic, strength.expand_as(statistic)
 
 
 def block_labels(mechanism: Mechanism, positions: Places) -> npt.NDArray[np.str_]:
@@ -216,6 +221,22 @@ def weights_at(mechanism: Mechanism, positions: Places) -> npt.NDArray[np.float6
         first, end = table.span(name)
         weights[(positions >= first) & (positions < end)] = metric.weight(group)
     return weights
+
+
+def kept_at(mechanism: Mechanism, positions: Places) -> npt.NDArray[np.float64]:
+    """Return the share of a coordinate's signal and of its noise's variance that is released, in [0, 1].
+
+    Where a direction u is left out (`Mechanism.left_out`), the sum and its noise are projected: of coordinate i there
+    remains 1 - u_i^2.
+    """
+    table = mechanism.coordinates.table
+    kept = np.ones(positions.shape)
+    for name, direction in mechanism.left_out.items():
+        first, end = table.span(name)
+        here = (positions >= first) & (positions < end)
+        along = direction.detach().double().cpu().numpy()
+        kept[here] = 1.0 - along[(positions[here] - first) % len(along)] ** 2
+    return kept
 
 
 class _ProjectedBasis:
@@ -291,7 +312,7 @@ class _ProjectedBasis:
             clip, head_sigma = head_figures(mechanism.config.mechanism)  # type: ignore[arg-type]
             read = update.blocks.flat[:, torch.from_numpy(self._head)].double().cpu()
             evidence = evidence + read / (clip * head_sigma**2)
-            strength = strength + 1.0 / head_sigma**2
+            strength = strength + torch.from_numpy(kept_at(mechanism, self._head)) / head_sigma**2
         mean = strength.sqrt()
         return evidence / mean, mean
 
@@ -303,5 +324,6 @@ __all__ = [
     "GradientRows",
     "block_labels",
     "canary_basis",
+    "kept_at",
     "overshoot",
 ]

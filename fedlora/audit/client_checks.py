@@ -18,7 +18,7 @@ from fedlora.audit.client_canaries import CanaryClients, Float64
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import TooFewRepliesError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
-from fedlora.training.selfcheck import SelfCheck
+from fedlora.training.checked import SelfCheck
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import AdapterPayload
 

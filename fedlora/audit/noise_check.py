@@ -15,7 +15,7 @@ from scipy import stats
 from fedlora.audit.client import ClientAudit
 from fedlora.audit.gradient import GradientAudit
 from fedlora.config.schema import ClientPrivacy, RecordPrivacy
-from fedlora.training.selfcheck import SelfCheck
+from fedlora.training.checked import SelfCheck
 from fedlora.training.session import Workbench
 
 _NAME: Final = "every block is noised as claimed"

@@ -17,7 +17,7 @@ from fedlora.audit.verdict import Verdict, judge
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
 from fedlora.errors import DataError, FedLoraError
 from fedlora.files import object_of, read_object
-from fedlora.training.selfcheck import SelfCheck
+from fedlora.training.checked import SelfCheck
 
 _ROUNDING = 1e-6
 

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from fedlora.adapters.blocks import FlatBlocks
-from fedlora.audit.canaries import Chosen, GradientRows, block_labels, overshoot, positions_of, weights_at
+from fedlora.audit.canaries import (
+    Chosen,
+    GradientRows,
+    block_labels,
+    kept_at,
+    overshoot,
+    positions_of,
+    weights_at,
+)
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.stages import NoisyUpdate, PerRecordGradients
 from fedlora.names import CORE, GROUP_ADAPTERS, TANGENT_IN, TANGENT_OUT, block_name
@@ -157,9 +165,12 @@ class TangentBasis:
         parts = [self._read(frame, update.blocks) for frame in self._frames]
         tangents = torch.cat(parts, 1) * (mechanism.metric.weight(GROUP_ADAPTERS) / unit)
         extras = update.blocks.flat[:, torch.from_numpy(self._extras)].double().cpu()
-        extras = extras * torch.from_numpy(weights_at(mechanism, self._extras) / unit)
-        statistic = torch.cat([tangents, extras], 1)[:, torch.from_numpy(self._order)]
-        return statistic, torch.full_like(statistic, 1.0 / mechanism.privacy.sigma())
+        kept = torch.from_numpy(np.sqrt(kept_at(mechanism, self._extras)))
+        extras = extras * torch.from_numpy(weights_at(mechanism, self._extras) / unit) / kept
+        order = torch.from_numpy(self._order)
+        statistic = torch.cat([tangents, extras], 1)[:, order]
+        strength = torch.cat([torch.ones(self._tangents, dtype=torch.float64), kept])[order]
+        return statistic, (strength / mechanism.privacy.sigma()).expand_as(statistic)
 
     @staticmethod
     def _read(frame: ModuleDirections, blocks: FlatBlocks) -> Tensor:

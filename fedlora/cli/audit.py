@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fedlora.audit.verdict import Verdict
     from fedlora.mechanisms.noise import NoiseSource
-    from fedlora.training.selfcheck import SelfCheck
+    from fedlora.training.checked import SelfCheck
     from fedlora.training.session import Workbench
 
 HELP = """Attack a run's mechanism and compare what the attack proves with the claimed epsilon.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -22,11 +22,13 @@ from fedlora.errors import SensitivityMismatchError
 from fedlora.mechanisms.base import LocalState
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.mechanisms.stages import ClippedSum
-from fedlora.names import split_block_name
+from fedlora.names import LORA_A, split_block_name
+from fedlora.training.checked import SelfCheck
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.training.drawing import coin_source, noise_source
 from fedlora.training.groups import public_records
+from fedlora.training.releasecheck import check_release, same_seeds
 from fedlora.training.session import Workbench
 
 _RECORDS: Final = 6
@@ -44,21 +46,6 @@ _EMPTY_DRAWS: Final = 64
 def _tolerance(config: FedLoraConfig) -> float:
     exact = config.model.dtype == "float32" and config.model.quantization is None
     return _TOLERANCE if exact else _LOW_PRECISION_TOLERANCE
-
-
-@dataclass(frozen=True)
-class SelfCheck:
-    """PUBLIC. Outcome of one check.
-
-    Attributes:
-        name: what was checked.
-        passed: whether it held.
-        detail: figures that decided.
-    """
-
-    name: str
-    passed: bool
-    detail: str
 
 
 def check_uncoupled(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
@@ -97,8 +84,10 @@ def _stirred(bench: Workbench) -> Iterator[None]:
 
 
 def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
-    """Check that leaving out any one record moves the clipped sum by at most the bound.
+    """Check that leaving out any one record moves the clipped sum by at most the bound, and each by its own part only.
 
+    The moves must add up to the whole sum: a clip of a batch's sum or mean in the place of each record's, or a sum that
+    is divided by the records that are there, moves by less, and yet one record can change all of it.
     Public records whose gradients are shorter than the bound would hide a clip that does nothing: their losses are
     scaled until it has to act.
     """
@@ -110,26 +99,39 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     mechanism, adapted = bench.mechanism, bench.adapted
     state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
     state = mechanism.stages.prepare(mechanism, state)  # one projection for all: their sums are compared
-    whole, worst = _largest_move(bench, state, records)
+    whole, worst, apart = _largest_move(bench, state, records)
     parts = len(set(whole.metric.group_of.values())) if whole.metric.per_layer else 1
     bound, louder = privacy.max_grad_norm, 1.0
     allowed = bound * parts**0.5
     if 0.0 < worst < allowed * (1 - _tolerance(bench.config)):  # else the clip has acted already
         louder = _OVER_THE_BOUND * allowed / worst
         loud = replace(bench, task=cast("Task", _Louder(bench.task, louder)))
-        worst = max(worst, _largest_move(loud, state, records)[1])
-    passed = whole.bound == bound and worst <= allowed * (1 + _tolerance(bench.config))
+        _, loud_worst, loud_apart = _largest_move(loud, state, records)
+        worst, apart = max(worst, loud_worst), max(apart, loud_apart)
+    tolerance = _tolerance(bench.config)
+    passed = whole.bound == bound and worst <= allowed * (1 + tolerance) and apart <= len(records) * tolerance
     said = "" if louder == 1.0 else f", losses scaled by {louder:.3g}"
-    return SelfCheck("clip is active", passed, f"largest move {worst:.4g}, bound {allowed:.4g}{said}")
+    detail = f"largest move {worst:.4g}, bound {allowed:.4g}, moves miss the sum by {apart:.2e} of one{said}"
+    return SelfCheck("clip is active", passed, detail)
 
 
 def _largest_move(
     bench: Workbench, state: LocalState, records: Sequence[Encoded]
-) -> tuple[ClippedSum, float]:
-    """Return the clipped sum of all records, and the farthest that leaving one out moves it."""
+) -> tuple[ClippedSum, float, float]:
+    """Return the clipped sum of all records, the farthest that leaving one out moves it, and how far all moves miss it.
+
+    The last is in units of the farthest move.
+    """
     whole = _clipped(bench, state, records)
-    rest = ([*records[:k], *records[k + 1 :]] for k in range(len(records)))
-    return whole, max(_distance(state, whole, _clipped(bench, state, one)) for one in rest)
+    flat = whole.blocks.flat
+    worst, moves = 0.0, torch.zeros_like(flat)
+    for k in range(len(records)):
+        rest = _clipped(bench, state, [*records[:k], *records[k + 1 :]])
+        worst = max(worst, _distance(state, whole, rest))
+        moves += flat - rest.blocks.flat
+    missed = replace(whole, blocks=whole.blocks.like(flat - moves))
+    nothing = replace(whole, blocks=whole.blocks.like(torch.zeros_like(flat)))
+    return whole, worst, _distance(state, missed, nothing) / worst if worst > 0.0 else 0.0
 
 
 class _Louder:
@@ -151,8 +153,7 @@ def check_noise(source: NoiseSource | None = None) -> SelfCheck:
     device = torch.device("cpu")
     draws = []
     for _ in range(2):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with same_seeds():
             draws.append((source or OsNoise()).gaussians(256, device, torch.float64))
     private = (source or OsNoise()).private
     spread = float(torch.cat(draws).std())
@@ -185,7 +186,7 @@ def check_empty_draws(bench: Workbench) -> SelfCheck:
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
     first = _train_on_nothing(bench, 1)
-    bare, counted = list(first.payload.blocks), first.steps == 1
+    bare, counted = _noised_blocks(bench, first), first.steps == 1
     for turn in range(2, _EMPTY_DRAWS + 1):
         again = _train_on_nothing(bench, turn)
         counted = counted and again.steps == 1
@@ -197,12 +198,18 @@ def check_empty_draws(bench: Workbench) -> SelfCheck:
     )
 
 
+def _noised_blocks(bench: Workbench, update: ClientUpdate) -> list[str]:
+    """Return the blocks that must differ: a test run's seeded projection, sent as lora_A, is the same each time."""
+    seeded = getattr(bench.config.privacy, "noise_source", "os") != "os"
+    same = seeded and bench.mechanism.coordinates.kind == "projected"
+    return [name for name in update.payload.blocks if not (same and split_block_name(name)[-1] == LORA_A)]
+
+
 def _train_on_nothing(bench: Workbench, turn: int) -> ClientUpdate:
     seeded = getattr(bench.config.privacy, "noise_source", "os") != "os"
     source = noise_source(bench.config, _CLIENT, turn if seeded else 1)
     engine = CohortEngine(bench.adapted, bench.mechanism, bench.task, bench.config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with same_seeds():
         payload = bench.initial_payload()
         return engine.train(payload, [ClientJob(_CLIENT, lambda: [], source)], 1)[0]
 
@@ -215,6 +222,7 @@ def run_selfchecks(bench: Workbench) -> list[SelfCheck]:
         check_clip(bench, records),
         check_sources(bench.config),
         check_empty_draws(bench),
+        *check_release(bench, records),
     ]
 
 

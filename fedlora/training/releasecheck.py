@@ -1,0 +1,300 @@
+"""Self-checks of the engine around the noise: fresh noise in every place, nothing else that depends on records, coins.
+
+An attack reads one client's releases one after the other: noise that two clients share, or that a second step
+repeats, looks to it like any other. What a step does beside the noised sum (a divisor that counts the drawn records, a
+block that is trained past the noise) and batches that are no Poisson draws do not stand in the attacked stages at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, cycle, pairwise
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import stats
+
+from fedlora.config.schema import FedLoraConfig, RecordPrivacy
+from fedlora.data import Encoded
+from fedlora.mechanisms.base import LocalState, Mechanism
+from fedlora.mechanisms.noise import NoiseSource
+from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate
+from fedlora.names import split_block_name
+from fedlora.training.checked import SelfCheck
+from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
+from fedlora.training.drawing import make_job, noise_source
+from fedlora.training.requests import RoundRequest
+from fedlora.training.session import Workbench
+from fedlora.wire.payload import ModuleSpec
+
+Rows = npt.NDArray[np.float64]
+
+_CLIENT: Final = "self-check"
+_CLIENTS: Final = 2
+_ROUNDS: Final = 2
+_STEPS: Final = 2
+"""Steps of a checked round at most: as many as tell whether a second step repeats the first one's noise."""
+_LARGE: Final = 400
+"""Blocks of so many numbers are compared by correlation: independent Gaussians reach .5 with probability 1e-25."""
+_ALIKE: Final = 0.5
+_FEWEST: Final = 4
+"""Numbers that must agree exactly to call noise repeated: float32 Gaussians do by chance with probability 1e-28."""
+_SAME: Final = 1e-5
+_DRAWS: Final = 128
+_CHANCE: Final = 1e-9
+
+
+@contextmanager
+def same_seeds() -> Iterator[None]:
+    """Put every seedable generator of the process into one state for a moment: what still differs is not seeded."""
+    kept, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what is tested
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.manual_seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            random.seed(0)
+            yield
+        finally:
+            random.setstate(kept)
+            np.random.set_state(numbers)  # noqa: NPY002
+
+
+@dataclass
+class SilentNoise:
+    """No noise at all: whatever is still random in a release comes from somewhere else."""
+
+    private: bool = True
+
+    def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Return (count,) zeros."""
+        return torch.zeros(count, device=device, dtype=dtype)
+
+
+def _as_it_is(mechanism: Mechanism) -> Mechanism:
+    return mechanism
+
+
+@dataclass(frozen=True)
+class _Watched(Mechanism):
+    """The same mechanism, whose noise stage is seen (`after`) under any layout that a payload brings.
+
+    Attributes:
+        after: takes every noised update and returns what goes on.
+        around: changes further stages, of each layout's mechanism again.
+    """
+
+    after: Callable[[Mechanism, NoisyUpdate], NoisyUpdate] = field(kw_only=True)
+    around: Callable[[Mechanism], Mechanism] = field(kw_only=True, default=_as_it_is)
+
+    @classmethod
+    def of(
+        cls,
+        plain: Mechanism,
+        after: Callable[[Mechanism, NoisyUpdate], NoisyUpdate],
+        around: Callable[[Mechanism], Mechanism] = _as_it_is,
+    ) -> _Watched:
+        changed = around(plain)
+        own = {one.name: getattr(changed, one.name) for one in fields(Mechanism)}
+        return cls(**own, after=after, around=around)
+
+    def noise(self, state: LocalState, clipped: ClippedSum, sources: Sequence[NoiseSource]) -> NoisyUpdate:
+        return self.after(self, super().noise(state, clipped, sources))
+
+    def for_modules(self, modules: Mapping[str, ModuleSpec]) -> Mechanism:
+        plain = super().for_modules(modules)
+        return plain if plain is self else _Watched.of(plain, self.after, self.around)
+
+
+def check_fresh_noise(bench: Workbench) -> SelfCheck:
+    """Check that every client's every step has noise of its own in every coordinate, from its own source alone.
+
+    Two clients train on draws without records for two rounds: what a step releases is noise and nothing else. Noise
+    that is kept for a later step, shared by clients of a cohort or repeated in another layer, coordinates that get
+    none, and noise that does not come from the client's source are seen.
+    """
+    name = "noise is fresh everywhere"
+    if not isinstance(bench.config.privacy, RecordPrivacy):
+        return SelfCheck(name, True, "no record-level privacy configured")
+    silent, _ = _released_noise(bench, lambda client, turn: SilentNoise())
+    elsewhere = int(np.count_nonzero(silent))
+    rows, table = _released_noise(bench, lambda client, turn: noise_source(bench.config, client, turn))
+    still = int((rows == rows[0]).all(0).sum())
+    repeated = _repeated(rows, table)
+    passed = elsewhere == 0 and still == 0 and not repeated
+    said = f"{len(rows)} releases, {still} coordinates without own noise, {elsewhere} with noise of another source"
+    return SelfCheck(name, passed, said if not repeated else f"{said}; repeated in {', '.join(repeated[:3])}")
+
+
+def _released_noise(
+    bench: Workbench, source: Callable[[str, int], NoiseSource]
+) -> tuple[Rows, Mapping[str, tuple[int, int]]]:
+    """Return (releases, coordinates) of draws without records, and each block's first and end coordinate."""
+    heard: list[Rows] = []
+    spans: dict[str, tuple[int, int]] = {}
+
+    def keep(mechanism: Mechanism, update: NoisyUpdate) -> NoisyUpdate:
+        heard.append(update.blocks.flat.double().cpu().numpy())
+        spans.update({name: update.blocks.table.span(name) for name in update.blocks.table.shapes})
+        return update
+
+    engine = _engine(bench, _Watched.of(bench.mechanism, keep))
+    clients = [f"{_CLIENT}-{number}" for number in range(_CLIENTS)]
+    for turn in range(1, _ROUNDS + 1):
+        jobs = [ClientJob(client, lambda: [], source(client, turn)) for client in clients]
+        with same_seeds():
+            engine.train(bench.initial_payload(), jobs, _steps(bench.config))
+    return np.concatenate(heard), spans
+
+
+def _steps(config: FedLoraConfig) -> int:
+    return min(_STEPS, config.training.steps_per_round or _STEPS)
+
+
+def _repeated(rows: Rows, spans: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return the blocks whose noise stands in two releases, or in two layers of one release."""
+    large = {name: rows[:, first:end] for name, (first, end) in spans.items() if end - first >= _LARGE}
+    rest = [rows[:, first:end] for name, (first, end) in spans.items() if name not in large]
+    small = np.concatenate([*rest, rows[:, :0]], axis=1)
+    found = [name for name, block in large.items() if _alike(block)]
+    if _alike(small):
+        found.append("small blocks")
+    same: dict[tuple[str, int], list[str]] = {}
+    for name, block in large.items():
+        same.setdefault((split_block_name(name)[-1], block.shape[1]), []).append(name)
+    layers = [names for names in same.values() if len(names) > 1]
+    return found + [names[0] for names in layers if _alike(np.stack([large[name][0] for name in names]))]
+
+
+def _alike(rows: Rows) -> bool:
+    """Return whether any two rows are correlated, or (few numbers) equal up to their sign."""
+    if rows.shape[1] >= _LARGE:
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        unit = rows / np.where(lengths > 0.0, lengths, 1.0)
+        cosines = np.abs(unit @ unit.T)
+        return bool((cosines[np.triu_indices(len(rows), 1)] > _ALIKE).any())
+    if rows.shape[1] < _FEWEST:
+        return False
+    magnitudes = {row.tobytes() for row in np.abs(rows)}
+    return len(magnitudes) < len(rows)
+
+
+def check_after_noise(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
+    """Check that an update depends on the records through the noised sums alone.
+
+    The noised sums are put in by the check, the same ones for draws of other records and other sizes: what leaves must
+    be the same. A divisor that counts the drawn records, a step that an empty draw skips and a block that is trained
+    past the noise are seen, whatever the optimiser.
+    """
+    name = "updates depend on noised sums alone"
+    if not isinstance(bench.config.privacy, RecordPrivacy):
+        return SelfCheck(name, True, "no record-level privacy configured")
+    steps, start = _steps(bench.config), bench.initial_payload()
+    empty: list[Sequence[Encoded]] = [[]] * steps
+    drawn = [records[: 2 + 3 * step] for step in range(steps)]
+    engine = _engine(bench, _Watched.of(bench.mechanism, _put_in, _one_projection({})))
+    found = []
+    for batches in (empty, drawn):
+        further = chain(batches, cycle([records]))  # for an engine that draws again where nobody was drawn
+        job = ClientJob(_CLIENT, further.__next__, noise_source(bench.config, _CLIENT, 1))
+        with same_seeds():
+            found.append(engine.train(start, [job], steps)[0])
+    moved, other = _values(found[0]), _values(found[1])
+    if moved.shape != other.shape:
+        return SelfCheck(name, False, "shapes differ")
+    gap = float(np.abs(moved - other).max(initial=0.0)) / max(float(np.abs(moved).max(initial=0.0)), 1e-30)
+    counted = found[0].steps == found[1].steps == steps
+    passed = gap <= _SAME and counted
+    return SelfCheck(name, passed, f"largest relative change {gap:.2e}, steps counted {counted}")
+
+
+def _put_in(mechanism: Mechanism, update: NoisyUpdate) -> NoisyUpdate:
+    """Return the same numbers in the place of any noised sums."""
+    flat = update.blocks.flat
+    fixed = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1))
+    scale = mechanism.privacy.sigma() * mechanism.privacy.max_grad_norm
+    return replace(update, blocks=update.blocks.like((scale * fixed).to(flat)))
+
+
+def _one_projection(drawn: dict[str, Any]) -> Callable[[Mechanism], Mechanism]:
+    """Keep the first projections that are drawn for every step; they are independent of records."""
+
+    def around(mechanism: Mechanism) -> Mechanism:
+        prepare = mechanism.stages.prepare
+
+        def again(inner: Mechanism, state: LocalState) -> LocalState:
+            ready = prepare(inner, state)
+            if not hasattr(ready.own, "projections"):
+                return ready
+            kept = drawn.setdefault("projections", ready.own.projections)
+            return replace(ready, own=replace(ready.own, projections=kept))
+
+        return replace(mechanism, stages=replace(mechanism.stages, prepare=again))
+
+    return around
+
+
+def _values(update: ClientUpdate) -> Rows:
+    """Return everything that one client's training gave as one row: what is sent, and the optimiser's state."""
+    parts = [
+        np.asarray(block, dtype=np.float64).ravel() for _, block in sorted(update.payload.blocks.items())
+    ]
+    parts += [slot.double().cpu().numpy().ravel() for _, slot in sorted(update.slots.items())]
+    return np.concatenate(parts)
+
+
+def _engine(bench: Workbench, mechanism: Mechanism) -> CohortEngine:
+    return CohortEngine(bench.adapted, mechanism, bench.task, bench.config)
+
+
+class _Places:
+    """Records that are their own positions."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> list[Any]:
+        return list(indices.tolist())
+
+
+def check_draws(config: FedLoraConfig) -> SelfCheck:
+    """Check that batches are Poisson draws at the public rate: of any size, no record waiting for another."""
+    name = "batches are Poisson draws"
+    rate = config.training.sample_rate
+    if not isinstance(config.privacy, RecordPrivacy) or not (rate < 1.0):
+        return SelfCheck(name, True, "no amplification by sampling is claimed")
+    count = int(np.clip(np.ceil(16.0 / min(rate, 1.0 - rate)), 64, 20_000))
+    request = RoundRequest(_CLIENT, 1, {}, "", None, [_CLIENT], _DRAWS)  # type: ignore[arg-type]
+    job = make_job(config, _CLIENT, _Places(count), request, _DRAWS)
+    draws = [job.draw() for _ in range(_DRAWS)]
+    sizes, law = np.array([len(one) for one in draws]), stats.binom(count * _DRAWS, rate)
+    spread = float(np.square(sizes - count * rate).mean() / (count * rate * (1.0 - rate)))
+    drawn = int(sizes.sum())
+    often = min(float(law.sf(drawn - 1)), float(law.cdf(drawn))) < _CHANCE
+    again = count * min(rate, 1.0 - rate) >= 16.0 and any(a == b for a, b in pairwise(draws))
+    twice = any(len(set(one)) < len(one) for one in draws)
+    passed = not often and 0.3 < spread < 3.0 and not again and not twice
+    said = f"rate {drawn / (count * _DRAWS):.4g} of {rate:.4g}, variance of sizes {spread:.2f} of the law's"
+    return SelfCheck(name, passed, f"{said}, draws repeat {again}, records repeat {twice}")
+
+
+def check_release(bench: Workbench, records: Sequence[Encoded]) -> list[SelfCheck]:
+    """Run every check of this module on public records."""
+    return [check_fresh_noise(bench), check_after_noise(bench, records), check_draws(bench.config)]
+
+
+__all__ = [
+    "SilentNoise",
+    "check_after_noise",
+    "check_draws",
+    "check_fresh_noise",
+    "check_release",
+    "same_seeds",
+]
