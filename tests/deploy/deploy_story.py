@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +243,23 @@ class Story:
         newest = max((entry["round"] for entry in self.audit(site)), default=0)
         return newest if newest > seen else 0
 
-    def held(self) -> int:
-        """Return the next round that site-a has trained; its trainer's answer waits behind the door."""
-        self.door.hold()
-        return self.next_round("site-a")
+    def held(self, *others: str, before: Callable[[], object] | None = None) -> int:
+        """Return the next round that site-a and others have trained; site-a's answer waits behind the door.
+
+        A round that one of the others is not in (its node has missed heartbeats, say) is let go.
+        """
+        while True:
+            if before is not None:
+                before()
+            self.door.hold()
+            number = self.next_round("site-a")
+            ends = time.monotonic() + DEADLINE / 2
+            while time.monotonic() < ends:
+                if all(self.trained(site, number) for site in others):
+                    return number
+                time.sleep(0.25)
+            self.door.release()
+            self.everyone()
 
     def superlink_restart(self) -> None:
         """The SuperLink dies under running SuperNodes in the middle of a round."""
@@ -286,9 +300,7 @@ class Story:
         """(c) The reply arrives, its acknowledgement does not: the cable is pulled in between."""
         wire = self.wires["site-a"]
         others = [Pushes(self.made.root / site / "state" / "supernode.log") for site in ("site-b", "site-c")]
-        for push in others:
-            push.begin()
-        number = self.held()
+        number = self.held("site-b", "site-c", before=lambda: [push.begin() for push in others])
         self.pushes.begin()
         self.until("the others have sent", lambda: all(push.sent() for push in others))
         wire.mute_when = LastPush(self.made.root / "server-state" / "superlink.db", self.pushes)
@@ -325,8 +337,7 @@ class Story:
         """`kill -9` between the last reply and the checkpoint; the newest checkpoint is cut short as well."""
         folder = self.made.run_folder() / "checkpoints"
         self.everyone()
-        number = self.held()
-        self.until("site-c trained", lambda: self.trained("site-c", number))
+        number = self.held("site-c")
         self.door.release()
         deadline = time.monotonic() + BRIEF
         while time.monotonic() < deadline and not any(f"{number:06d}" in name for name in os.listdir(folder)):
@@ -343,8 +354,7 @@ class Story:
         """Site-b's disk fills up; nothing is trained or sent; then there is room again."""
         fill = self.made.root / "site-b" / "disk" / "fill"
         self.everyone()  # the round that the killed server does again is over: a new one has a new number
-        last = self.held()  # that round cannot end yet: once site-b has answered, it rests
-        self.until("site-b trained", lambda: self.trained("site-b", last))
+        last = self.held("site-b")  # that round cannot end yet: site-b has answered and rests
         with fill.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while True:
                 stream.write(b"0" * 4096)
