@@ -159,14 +159,20 @@ def time_totals(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return totals
 
 
+def time_percent(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each part's share of the time in percent; nothing where no time was recorded."""
+    totals = time_totals(rounds)
+    whole = sum(totals.values())
+    return {name: 100.0 * value / whole for name, value in totals.items()} if whole > 0 else {}
+
+
 def time_split(data: RunData) -> str:
     """Return a bar and a table of where the time went."""
-    totals = time_totals(data.rounds)
-    whole = sum(totals.values())
-    if not whole > 0:
+    totals, percent = time_totals(data.rounds), time_percent(data.rounds)
+    if not percent:
         return note("No times were recorded.")
-    bars = "".join(slice_of(value / whole, i, name) for i, (name, value) in enumerate(totals.items()))
-    rows = [[name, value, f"{100 * value / whole:.1f} %"] for name, value in totals.items()]
+    bars = "".join(slice_of(value / 100.0, i, name) for i, (name, value) in enumerate(percent.items()))
+    rows = [[name, value, f"{percent[name]:.1f} %"] for name, value in totals.items()]
     return f'<div class="bar">{bars}</div>' + grid(("part", "seconds", "share"), rows)
 
 

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedlora.report.conditions import conditions_line
-from fedlora.report.figures import charts, partition, round_seconds, rounds_table, time_split, time_totals
+from fedlora.report.figures import (
+    charts,
+    partition,
+    round_seconds,
+    rounds_table,
+    time_percent,
+    time_split,
+    time_totals,
+)
 from fedlora.report.html import (
     bounded,
     details,
@@ -77,6 +85,7 @@ def derived(data: RunData) -> dict[str, Any]:
         "bytes_up": sum(int(record.get("bytes_up") or 0) for record in data.rounds),
         "bytes_down": sum(int(record.get("bytes_down") or 0) for record in data.rounds),
         "seconds": time_totals(data.rounds),
+        "seconds_percent": time_percent(data.rounds),
         "seconds_per_round": [round_seconds(record) for record in data.rounds],
         "refusals": sum(len(record.get("refused") or {}) for record in data.rounds),
         "failures": sum(len(record.get("failed") or {}) for record in data.rounds),

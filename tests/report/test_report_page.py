@@ -246,6 +246,15 @@ def test_every_number_that_is_shown_stands_in_the_runs_json(run_folder):
     assert data["derived"]["clients"]["site-1"] == [6, 4.2, 4.1, 6.5, 2.3]
 
 
+def test_shares_of_time_stand_in_the_pages_data(run_folder):
+    """A percentage is a number on the page like any other."""
+    page = render(read_run(run_folder))
+    percent = embedded(page)["derived"]["seconds_percent"]
+    assert percent == pytest.approx({"clients": 100 * 9.0 / 10.5, "aggregate": 100 * 1.5 / 10.5})
+    shown = re.findall(r"(-?[0-9.]+) %", page)
+    assert shown == [f"{value:.1f}" for value in percent.values()]
+
+
 def test_curves_pass_through_the_runs_numbers(run_folder):
     page = render(read_run(run_folder))
     chart = re.search(r"<svg[^>]*>(?:(?!</svg>).)*<title>accuracy</title>.*?</svg>", page, re.S).group(0)
