@@ -6,22 +6,29 @@ charge that comes after the noise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from fedlora.aggregation import clip_and_share
 from fedlora.aggregation.client_privacy import ClientMetric
+from fedlora.aggregation.secagg_blocks import update_vector
 from fedlora.audit.canaries import OVERSHOOT
-from fedlora.audit.client import Server, open_server, open_shares
+from fedlora.audit.client import Normals, Server, open_server, open_shares
 from fedlora.audit.client_canaries import CanaryClients, Float64
 from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import TooFewRepliesError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.training.checked import SelfCheck
+from fedlora.training.releasecheck import repeated_noise
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import AdapterPayload
 
+_ROUNDS = 3
+"""Rounds (or shares) of noise that are compared: float32 numbers are the same in three by chance 1 time in 10^14."""
+_WHOLE = "sum|update"
 _TOLERANCE = 1e-4
 """Relative; updates travel as float32."""
 
@@ -108,13 +115,29 @@ def check_empty_rounds(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
     server = open_server(bench, log, charge=lambda event: log.events.append("charge"))
     if probe.honest is not None:
         return _check_shares(name, probe, server, log)
-    first, second = probe.released(server, [], log), probe.released(server, [], log)
-    bare = [block for block, value in first.items() if not np.any(value - second[block])]
+    rounds = [_row(probe.released(server, [], log)) for _ in range(_ROUNDS)]
     orders = [one for at, one in enumerate(log.events) if at == 0 or one != log.events[at - 1]]
-    charged = orders == ["charge", "noise"] * 2
-    return SelfCheck(
-        name, charged and not bare, f"charged first {charged}, blocks without own noise {len(bare)}"
-    )
+    charged = orders == ["charge", "noise"] * _ROUNDS
+    silent, spans = _row(probe.released(open_server(bench, _Silent()), [], _Silent()))
+    fresh, said = _fresh(np.stack([row for row, _ in rounds]), spans, silent)
+    return SelfCheck(name, charged and fresh, f"charged first {charged}, {said}")
+
+
+def _row(blocks: Mapping[str, Float64]) -> tuple[Float64, dict[str, tuple[int, int]]]:
+    """Return blocks as one row, and each block's first and end place."""
+    names = sorted(blocks)
+    ends = np.cumsum([blocks[name].size for name in names]).tolist()
+    spans = {name: (end - blocks[name].size, end) for name, end in zip(names, ends, strict=True)}
+    return np.concatenate([np.asarray(blocks[name], dtype=np.float64).ravel() for name in names]), spans
+
+
+def _fresh(rows: Float64, spans: Mapping[str, tuple[int, int]], silent: Float64) -> tuple[bool, str]:
+    """Judge releases of noise alone: own noise at every place, never again, and from the asked source alone."""
+    still, elsewhere = int((rows == rows[0]).all(0).sum()), int(np.count_nonzero(silent))
+    repeated = repeated_noise(rows, spans)
+    said = f"{still} values without own noise, {elsewhere} with noise of another source"
+    said = said if not repeated else f"{said}; repeated in {', '.join(repeated[:3])}"
+    return still == 0 and elsewhere == 0 and not repeated, said
 
 
 def _check_shares(name: str, probe: _Probe, server: Server, log: _Logged) -> SelfCheck:
@@ -124,8 +147,18 @@ def _check_shares(name: str, probe: _Probe, server: Server, log: _Logged) -> Sel
         server.aggregator.authorize_sum(few)
     except TooFewRepliesError:
         held = "charge" not in log.events
-        return SelfCheck(name, held, f"{len(few)} answers: nothing is opened, charged {not held}")
+        rows = np.stack([_share(probe, server, OsNoise()) for _ in range(_ROUNDS)])
+        fresh, said = _fresh(rows, {_WHOLE: (0, rows.shape[1])}, _share(probe, server, _Silent()))
+        opened = f"{len(few)} answers: nothing is opened, charged {not held}"
+        return SelfCheck(name, held and fresh, f"{opened}; shares: {said}")
     return SelfCheck(name, False, f"{len(few)} answers were opened, {probe.honest} are promised")
+
+
+def _share(probe: _Probe, server: Server, noise: NoiseSource) -> Float64:
+    """Return what a client that has learned nothing adds to the sum: its share of the noise."""
+    nobody = probe.canaries.nobody
+    sent = clip_and_share(nobody, probe.start, server.plan, Normals(noise))
+    return np.asarray(update_vector(sent, probe.start), dtype=np.float64)
 
 
 def run_client_checks(bench: Workbench) -> list[SelfCheck]:

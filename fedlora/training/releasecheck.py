@@ -124,7 +124,7 @@ def check_fresh_noise(bench: Workbench) -> SelfCheck:
     elsewhere = int(np.count_nonzero(silent))
     rows, table = _released_noise(bench, lambda client, turn: noise_source(bench.config, client, turn))
     still = int((rows == rows[0]).all(0).sum())
-    repeated = _repeated(rows, table)
+    repeated = repeated_noise(rows, table)
     passed = elsewhere == 0 and still == 0 and not repeated
     said = f"{len(rows)} releases, {still} coordinates without own noise, {elsewhere} with noise of another source"
     return SelfCheck(name, passed, said if not repeated else f"{said}; repeated in {', '.join(repeated[:3])}")
@@ -155,8 +155,13 @@ def _steps(config: FedLoraConfig) -> int:
     return min(_STEPS, config.training.steps_per_round or _STEPS)
 
 
-def _repeated(rows: Rows, spans: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the blocks whose noise stands in two releases, or in two layers of one release."""
+def repeated_noise(rows: Rows, spans: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return the blocks whose noise stands in two releases, or in two layers of one release.
+
+    Args:
+        rows: (releases, coordinates) of noise alone.
+        spans: each block's first and end coordinate.
+    """
     large = {name: rows[:, first:end] for name, (first, end) in spans.items() if end - first >= _LARGE}
     rest = [rows[:, first:end] for name, (first, end) in spans.items() if name not in large]
     small = np.concatenate([*rest, rows[:, :0]], axis=1)

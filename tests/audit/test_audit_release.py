@@ -7,8 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from audit_helpers import CASES, make_bench, write_model
+from audit_helpers import CASES, make_bench, make_client_bench, write_model
 
+from fedlora.aggregation.client_privacy import ClientMetric
+from fedlora.audit.client_checks import check_empty_rounds
 from fedlora.audit.gradient import GradientAudit
 from fedlora.audit.noise_check import check_noise_scale
 from fedlora.config import config_container, config_from_container
@@ -400,3 +402,72 @@ def test_a_seeded_test_run_of_the_noisy_projection_starts(model):
     """Its projection is the same in every draw without records, and where it is sent as lora_A it carries no noise."""
     bench = make_bench(model, "noisy_projection", noise_source="seeded-test-only")
     assert all(one.passed for one in selfcheck.require_selfchecks(bench))
+
+
+# -- releases of whole clients ---------------------------------------------------------------------------------
+
+CLIENT_CASES = {
+    "mean_b": {},
+    "tangent": {"mechanism": "prism", "aggregation": "tangent"},
+    "shares": {"noise_at": "clients", "honest_clients": 4},
+}
+
+
+def _client_faulty(monkeypatch, change):
+    """Change the noise of a client-level release: `change(blocks)` of one draw."""
+    original = ClientMetric.noise
+    monkeypatch.setattr(
+        ClientMetric,
+        "noise",
+        lambda self, names, stddev, source: change(dict(original(self, names, stddev, source))),
+    )
+
+
+def _emptiness(model, case):
+    return check_empty_rounds(*_client(model, case))
+
+
+def _client(model, case):
+    bench = make_client_bench(model, **CLIENT_CASES[case])
+    return bench, bench.config.privacy
+
+
+@pytest.mark.parametrize("case", sorted(CLIENT_CASES))
+def test_noise_of_a_client_level_release_is_fresh(model, case):
+    for _ in range(10):
+        found = _emptiness(model, case)
+        assert found.passed, found.detail
+
+
+@pytest.mark.parametrize("case", sorted(CLIENT_CASES))
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_noise_that_is_kept_between_client_level_rounds_is_seen(model, case, sign, monkeypatch):
+    kept = {}
+
+    def change(blocks):
+        return {name: sign * kept.setdefault(name, block) for name, block in blocks.items()}
+
+    _client_faulty(monkeypatch, change)
+    assert not _emptiness(model, case).passed
+
+
+@pytest.mark.parametrize("case", sorted(CLIENT_CASES))
+def test_a_value_of_a_client_level_release_without_noise_is_seen(model, case, monkeypatch):
+    def change(blocks):
+        name = max(blocks, key=lambda one: blocks[one].size)
+        changed = np.array(blocks[name])
+        changed.reshape(-1)[3] = 0.0
+        return {**blocks, name: changed}
+
+    _client_faulty(monkeypatch, change)
+    assert "1 values without own noise" in _emptiness(model, case).detail
+
+
+@pytest.mark.parametrize("case", sorted(CLIENT_CASES))
+def test_noise_of_another_source_in_a_client_level_release_is_seen(model, case, monkeypatch):
+    generator = np.random.default_rng(5)
+    _client_faulty(
+        monkeypatch,
+        lambda blocks: {name: generator.standard_normal(block.shape) for name, block in blocks.items()},
+    )
+    assert not _emptiness(model, case).passed
