@@ -100,6 +100,7 @@ class Stages:
         close: each client's payload for the way up.
         prepare: called before each step (for example to draw a fresh projection).
         clip, noise, event: the usual ones unless a mechanism needs its own.
+        measure: norms that only the present state tells exactly, before the clip.
     """
 
     initial: Callable[[Mechanism, AdaptedModel], AdapterPayload]
@@ -111,6 +112,7 @@ class Stages:
     clip: Callable[[Mechanism, PerRecordGradients], ClippedSum]
     noise: Callable[[Mechanism, LocalState, ClippedSum, Sequence[NoiseSource]], NoisyUpdate]
     event: Callable[[Mechanism, float], Event]
+    measure: Callable[[Mechanism, LocalState, PerRecordGradients], PerRecordGradients] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,15 @@ class Mechanism:
             return NonPrivateEvent()
         return self.stages.event(self, self.privacy.sigma() if noise_multiplier is None else noise_multiplier)
 
-    def clip(self, gradients: PerRecordGradients) -> ClippedSum:
-        """Clip and sum per client. SENSITIVE."""
+    def clip(self, gradients: PerRecordGradients, state: LocalState | None = None) -> ClippedSum:
+        """Clip and sum per client. SENSITIVE.
+
+        Args:
+            gradients: SENSITIVE.
+            state: where they were taken; training passes it, so that norms are those of what is released.
+        """
+        if state is not None and self.stages.measure is not None:
+            gradients = self.stages.measure(self, state, gradients)
         return self.stages.clip(self, gradients)
 
     def noise(self, state: LocalState, clipped: ClippedSum, sources: Sequence[NoiseSource]) -> NoisyUpdate:

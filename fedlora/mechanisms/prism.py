@@ -49,6 +49,7 @@ from fedlora.mechanisms.prism_state import (
     initial_frames,
     open_groups,
     share_core,
+    squared_cores,
     take_tangent,
     tangent_arrays,
 )
@@ -59,6 +60,8 @@ from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
 _CORE_MARGIN = 4.0
 """Rounding units of the compute dtype by which a record's core counts more, on the private side."""
+_EXACT_MARGIN = 16.0
+"""Rounding units of the accumulation dtype for a core that was measured on the released block."""
 
 
 def _initial(mechanism: Mechanism, adapted: AdaptedModel) -> AdapterPayload:
@@ -120,8 +123,25 @@ def _views(
     return {module: views[module] for module in mechanism.layout.modules}
 
 
+def _measure(mechanism: Mechanism, state: LocalState, gradients: PerRecordGradients) -> PerRecordGradients:
+    """Take each record's core from its released block instead of from rounded activations.
+
+    Where tokens cancel in a sum, rounding of the single tokens does not: the engine's core can then be far above
+    Q_in^T X_in, and the norm as far below that of what is released.
+    """
+    own: PrismState = state.own
+    if gradients.cores is None or GROUP_ADAPTERS not in gradients.squared_norms:
+        return gradients
+    exact = squared_cores(own.groups, gradients)
+    change = gradients.cores.flat.square().sum(1) - exact
+    squared = dict(gradients.squared_norms)
+    squared[GROUP_ADAPTERS] = (squared[GROUP_ADAPTERS] + change).clamp_min(0.0)
+    squared[GROUP_ADAPTERS] += _EXACT_MARGIN * torch.finfo(exact.dtype).eps * exact
+    return replace(gradients, squared_norms=squared, cores=None)
+
+
 def _clip(mechanism: Mechanism, gradients: PerRecordGradients) -> ClippedSum:
-    """Clip in the tangent norm, each record's core counted a few rounding units more.
+    """Clip in the tangent norm, each record's core counted a few rounding units more (unless it was measured).
 
     The engine takes the core from rounded activations. With C' the core that the released vector really has,
     | ||C'|| - ||C|| | is a few units of the compute dtype, so the margin keeps the bound in bf16 as well.
@@ -254,6 +274,7 @@ def _stages() -> Stages:
         clip=_clip,
         noise=_noise,
         event=usual_event,
+        measure=_measure,
     )
 
 

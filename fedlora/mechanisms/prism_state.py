@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from fedlora.geometry import (
 from fedlora.mechanisms.coordinates import shape_groups
 from fedlora.mechanisms.prism_direction import PrismMoments
 from fedlora.mechanisms.prism_paper import PaperState
+from fedlora.mechanisms.stages import PerRecordGradients
 from fedlora.names import (
     CORE,
     FRAME_IN,
@@ -36,6 +38,9 @@ from fedlora.names import (
 from fedlora.wire.payload import AdapterLayout, AdapterPayload, Array
 
 Tensor = torch.Tensor
+
+_RECORDS_AT_ONCE: Final = 64
+"""Records of several clients whose frames are spread at once (memory)."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,23 @@ def share_core(frames: Frames, blocks: Tangent) -> Tangent:
     """Return the tangent vector with x_out as given and x_in's core replaced by x_out's."""
     core = frames.q_out.mT @ blocks.x_out
     return Tangent(blocks.x_out, complement(frames.q_in, blocks.x_in) + frames.q_in @ core.mT)
+
+
+def squared_cores(groups: Sequence[PrismGroup], gradients: PerRecordGradients) -> Tensor:
+    """Return (records,) sums of ||Q_in^T X_in||^2 over modules, from the blocks as they are released. SENSITIVE."""
+    owners = gradients.client_of_record
+    total = gradients.blocks.flat.new_zeros(owners.shape[0])
+    for group in groups:
+        x_in, q_in = take_tangent(gradients.blocks, group).x_in, group.frames.q_in
+        if q_in.shape[0] == 1:
+            cores = torch.einsum("lia,nlib->nlab", q_in[0], x_in)
+            total += cores.square().sum((1, 2, 3))
+            continue
+        for first in range(0, owners.shape[0], _RECORDS_AT_ONCE):
+            some = slice(first, first + _RECORDS_AT_ONCE)
+            cores = torch.einsum("nlia,nlib->nlab", q_in.index_select(0, owners[some]), x_in[some])
+            total[some] += cores.square().sum((1, 2, 3))
+    return total
 
 
 def tangent_arrays(groups: Mapping[tuple[str, ...], Tangent], client: int) -> dict[str, Array]:

@@ -187,7 +187,7 @@ class PassRunner:
                 mechanism.left_out,
             )
         self.seconds += time.perf_counter() - started
-        return mechanism.clip(gradients)
+        return mechanism.clip(gradients, state)
 
 
 def rounded(count: int) -> int:
