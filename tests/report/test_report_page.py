@@ -408,3 +408,38 @@ def test_page_opens_in_a_real_browser(run_folder, tmp_path):
     )
     assert "What the epsilon means" in dumped.stdout
     assert "CONSOLE" not in dumped.stderr
+
+
+@pytest.mark.long
+def test_pages_do_not_scroll_sideways_on_a_phone(run_folder, tmp_path):
+    """360 pixels, everything unfolded: the page itself is no wider (wide tables scroll in their own box)."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("needs a headless Chromium")
+    data = read_run(run_folder)
+    frames = []
+    for page in (render(data), render_comparison([data] * 6)):
+        measured = re.sub(
+            r"<meta[^>]*Content-Security-Policy[^>]*>", "", page
+        )  # else no frame may be measured
+        unfolded = html.escape(measured.replace("<details>", "<details open>"), quote=True)
+        frames.append(f'<iframe width=360 height=600 srcdoc="{unfolded}"></iframe>')
+    widths = (
+        "[...document.querySelectorAll('iframe')].map(f => f.contentDocument.documentElement)"
+        ".map(e => e.scrollWidth + '/' + e.clientWidth).join(' ')"
+    )
+    script = f"<pre id=found></pre><script>onload = () => found.textContent = {widths}</script>"
+    outer = tmp_path / "phone.html"
+    outer.write_text(f"<!doctype html><meta charset=utf-8>{''.join(frames)}{script}")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=4000"]
+    done = subprocess.run(
+        [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", outer.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout)
+    sizes = [tuple(map(int, one.split("/"))) for one in found.split()]
+    assert len(sizes) == 2
+    assert all(0 < shown <= 360 and wide == shown for wide, shown in sizes), sizes
