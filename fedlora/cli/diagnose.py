@@ -23,7 +23,13 @@ app = typer.Typer(
     epilog="Example: fedlora diagnose gauge --mechanism prism --json",
 )
 
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Public seed of the synthetic problem.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Public seed of the synthetic problem.")
+]
+Rank = Annotated[int, typer.Option(min=1, max=4096)]
+Width = Annotated[int, typer.Option("--in", min=2, max=16384)]
+_SMALLEST, _LARGEST = 1e-12, 1e6
+"""Norms beyond these leave a number's range where they are raised to powers; the problems scale, so nothing is lost."""
 
 
 @app.command(epilog="Example: fedlora diagnose gauge --mechanism prism --adaptivity paper --json")
@@ -62,14 +68,15 @@ def gauge(
 
 @app.command(epilog="Example: fedlora diagnose noise --stddev 0.1 --json")
 def noise(
-    out_features: Annotated[int, typer.Option("--out", min=2)] = 48,
-    in_features: Annotated[int, typer.Option("--in", min=2)] = 40,
-    rank: Annotated[int, typer.Option(min=1)] = 4,
+    out_features: Annotated[int, typer.Option("--out", min=2, max=16384)] = 48,
+    in_features: Width = 40,
+    rank: Rank = 4,
     stddev: Annotated[float, typer.Option(min=1e-12, help="Noise per factor or tangent coordinate.")] = 0.1,
     seed: Seed = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Energy of the noise that reaches Z, per gauge: noise on factors against tangent noise."""
+    _refuse_size("--stddev", stddev)
     import torch
 
     from fedlora.mechanisms.diagnostics import intrinsic_noise_by_gauge
@@ -88,12 +95,13 @@ def noise(
 
 @app.command("preconditioned", epilog="Example: fedlora diagnose preconditioned --json")
 def preconditioned(
-    rank: Annotated[int, typer.Option(min=1)] = 4,
+    rank: Rank = 4,
     signal: Annotated[float, typer.Option(min=0.0, help="Norm of the constant signal.")] = 1.0,
     seed: Seed = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Norm of the noise after preconditioning, against sigma: Adam on factors and PRISM's floors."""
+    _refuse_size("--signal", signal)
     from fedlora.mechanisms.diagnostics import preconditioned_noise_by_sigma
 
     points = preconditioned_noise_by_sigma(
@@ -108,8 +116,8 @@ def preconditioned(
 
 @app.command(epilog="Example: fedlora diagnose moments --rank 8 --in 256 --json")
 def moments(
-    rank: Annotated[int, typer.Option(min=1)] = 8,
-    in_features: Annotated[int, typer.Option("--in", min=2)] = 128,
+    rank: Rank = 8,
+    in_features: Width = 128,
     init: Annotated[str, typer.Option(help="gaussian, kaiming (PEFT's) or he.")] = "gaussian",
     draws: Annotated[int, typer.Option(min=100, max=1_000_000)] = 4000,
     seed: Seed = 0,
@@ -133,10 +141,10 @@ def moments(
 
 @app.command("sketch-noise", epilog="Example: fedlora diagnose sketch-noise --rank 8 --json")
 def sketch_noise(
-    rank: Annotated[int, typer.Option(min=1)] = 8,
+    rank: Rank = 8,
     init: Annotated[str, typer.Option(help="gaussian, kaiming (PEFT's) or he.")] = "gaussian",
     norms: Annotated[str, typer.Option(help="Gradient norms of the layers, JSON list.")] = "[0.5, 1, 2, 4]",
-    in_features: Annotated[int, typer.Option("--in", min=2)] = 128,
+    in_features: Width = 128,
     seed: Seed = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -164,9 +172,16 @@ def sketch_noise(
 def _numbers(text: str) -> list[float]:
     try:
         values: Any = json.loads(text)
+        if not isinstance(values, list) or any(isinstance(v, (bool, str)) for v in values):
+            raise ValueError
         numbers = [float(v) for v in values]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         raise ConfigError(f"--norms: got {text!r}; allowed is a JSON list of numbers") from None
-    if not numbers or not all(0 < n < float("inf") for n in numbers):
-        raise ConfigError(f"--norms: got {text!r}; allowed are finite numbers > 0")
+    if not numbers or not all(_SMALLEST <= n <= _LARGEST for n in numbers):
+        raise ConfigError(f"--norms: got {text!r}; allowed are numbers of {_SMALLEST:g} to {_LARGEST:g}")
     return numbers
+
+
+def _refuse_size(option: str, value: float) -> None:
+    if not value <= _LARGEST:  # NaN too
+        raise ConfigError(f"{option}: got {value}; allowed are numbers up to {_LARGEST:g}")

@@ -99,3 +99,28 @@ def test_a_record_whose_column_names_no_client_is_refused_by_its_number(
     assert code == DataError.exit_code
     assert "record 2" in message
     assert "'site' names no client" in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gauge", "--seed", str(2**63)),
+        ("noise", "--stddev", "nan"),
+        ("noise", "--stddev", "1e300"),
+        ("preconditioned", "--signal", "nan"),
+        ("preconditioned", "--signal", "inf"),
+        ("preconditioned", "--signal", "1e300"),
+        ("moments", "--rank", "1000000000"),
+        ("sketch-noise", "--in", "1000000000"),
+        *(
+            ("sketch-noise", "--norms", norms)
+            for norms in ("[true]", "[1e300]", "[1e-300]", "[NaN]", "[]", "{}", f"[1{'0' * 400}]")
+        ),
+    ],
+)
+def test_a_diagnosis_refuses_numbers_that_it_cannot_compute_with(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, message = failed(capsys, "diagnose", *arguments)
+    assert code in (2, ConfigError.exit_code)
+    assert arguments[1] in message
