@@ -45,7 +45,13 @@ _ALIKE: Final = 0.5
 _FEWEST: Final = 4
 """Numbers that must agree exactly to call noise repeated: float32 Gaussians do by chance with probability 1e-28."""
 _SAME: Final = 1e-5
+_SAME_ON_DEVICES: Final = 1e-3
+"""The same where kernels may sum in another order each time; a divisor that counts records changes all several times over."""
 _DRAWS: Final = 128
+_DRAWN: Final = 16.0
+"""Records that a checked draw has (or leaves) on average; the variance of 128 sizes is then right within a factor of 3
+but for a probability below 1e-12."""
+_MOST_RECORDS: Final = 20_000
 _CHANCE: Final = 1e-9
 
 
@@ -213,7 +219,7 @@ def check_after_noise(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck
         return SelfCheck(name, False, "shapes differ")
     gap = float(np.abs(moved - other).max(initial=0.0)) / max(float(np.abs(moved).max(initial=0.0)), 1e-30)
     counted = found[0].steps == found[1].steps == steps
-    passed = gap <= _SAME and counted
+    passed = gap <= (_SAME if bench.adapted.device.type == "cpu" else _SAME_ON_DEVICES) and counted
     return SelfCheck(name, passed, f"largest relative change {gap:.2e}, steps counted {counted}")
 
 
@@ -275,7 +281,7 @@ def check_draws(config: FedLoraConfig) -> SelfCheck:
     rate = config.training.sample_rate
     if not isinstance(config.privacy, RecordPrivacy) or not (rate < 1.0):
         return SelfCheck(name, True, "no amplification by sampling is claimed")
-    count = int(np.clip(np.ceil(16.0 / min(rate, 1.0 - rate)), 64, 20_000))
+    count = int(np.clip(np.ceil(_DRAWN / min(rate, 1.0 - rate)), 64, _MOST_RECORDS))
     request = RoundRequest(_CLIENT, 1, {}, "", None, [_CLIENT], _DRAWS)  # type: ignore[arg-type]
     job = make_job(config, _CLIENT, _Places(count), request, _DRAWS)
     draws = [job.draw() for _ in range(_DRAWS)]
@@ -283,9 +289,10 @@ def check_draws(config: FedLoraConfig) -> SelfCheck:
     spread = float(np.square(sizes - count * rate).mean() / (count * rate * (1.0 - rate)))
     drawn = int(sizes.sum())
     often = min(float(law.sf(drawn - 1)), float(law.cdf(drawn))) < _CHANCE
-    again = count * min(rate, 1.0 - rate) >= 16.0 and any(a == b for a, b in pairwise(draws))
+    told = count * min(rate, 1.0 - rate) >= _DRAWN  # else sizes are too small to tell one law from another
+    again = told and any(a == b for a, b in pairwise(draws))
     twice = any(len(set(one)) < len(one) for one in draws)
-    passed = not often and 0.3 < spread < 3.0 and not again and not twice
+    passed = not often and (0.3 < spread < 3.0 or not told) and not again and not twice
     said = f"rate {drawn / (count * _DRAWS):.4g} of {rate:.4g}, variance of sizes {spread:.2f} of the law's"
     return SelfCheck(name, passed, f"{said}, draws repeat {again}, records repeat {twice}")
 

@@ -328,6 +328,13 @@ def test_draws_that_are_not_poisson_are_refused(model, rate, made, monkeypatch):
     assert not releasecheck.check_draws(config).passed
 
 
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-3, 0.5, 0.999])
+def test_small_and_large_rates_raise_no_alarm(model, rate):
+    config = _at_rate(make_bench(model), rate)
+    found = [releasecheck.check_draws(config) for _ in range(5)]
+    assert all(one.passed for one in found), found
+
+
 def _at_rate(bench, rate):
     training = bench.config.training
     changed = training.model_copy(update={"expected_batch_size": 10, "nominal_records": round(10 / rate)})
