@@ -46,7 +46,7 @@ _FEWEST: Final = 4
 """Numbers that must agree exactly to call noise repeated: float32 Gaussians do by chance with probability 1e-28."""
 _SAME: Final = 1e-5
 _SAME_ON_DEVICES: Final = 1e-3
-"""The same where kernels may sum in another order each time; a divisor that counts records changes all several times over."""
+"""The same where kernels may sum in another order each time; a divisor that counts records changes all by far more."""
 _DRAWS: Final = 128
 _DRAWN: Final = 16.0
 """Records that a checked draw has (or leaves) on average; the variance of 128 sizes is then right within a factor of 3
