@@ -32,7 +32,7 @@ from fedlora.training.requests import RoundRequest
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import ModuleSpec
 
-Rows = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.floating[Any]]
 
 _CLIENT: Final = "self-check"
 _CLIENTS: Final = 2
@@ -59,7 +59,7 @@ _CHANCE: Final = 1e-9
 def same_seeds() -> Iterator[None]:
     """Put every seedable generator of the process into one state for a moment: what still differs is not seeded."""
     kept, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what is tested
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             torch.manual_seed(0)
             np.random.seed(0)  # noqa: NPY002
@@ -144,7 +144,7 @@ def _released_noise(
     spans: dict[str, tuple[int, int]] = {}
 
     def keep(mechanism: Mechanism, update: NoisyUpdate) -> NoisyUpdate:
-        heard.append(update.blocks.flat.double().cpu().numpy())
+        heard.append(update.blocks.flat.cpu().numpy())
         spans.update({name: update.blocks.table.span(name) for name in update.blocks.table.shapes})
         return update
 
