@@ -147,7 +147,7 @@ class GradientAudit(CanaryAudit):
         total: ClippedSum | None = None
         step = max(1, _CHUNK_NUMBERS // self._numbers_per_canary())
         for first in range(0, max(1, len(chosen.client)), step):
-            part = mechanism.clip(self._basis.gradients(state, chosen.part(first, first + step)))
+            part = mechanism.clip(self._basis.gradients(state, chosen.part(first, first + step)), state)
             total = part if total is None else add_sums(total, part)
         if total is None:
             raise UnsupportedCombinationError("audit: no canary fits this adapter; audit a larger one")
