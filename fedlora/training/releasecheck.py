@@ -141,6 +141,8 @@ def _released_noise(
 ) -> tuple[Rows, Mapping[str, tuple[int, int]]]:
     """Return (releases, coordinates) of draws without records, and each block's first and end coordinate."""
     heard: list[Rows] = []
+    kept: list[Rows] = []
+    steps = _steps(bench.config)
     spans: dict[str, tuple[int, int]] = {}
 
     def keep(mechanism: Mechanism, update: NoisyUpdate) -> NoisyUpdate:
@@ -152,9 +154,12 @@ def _released_noise(
     clients = [f"{_CLIENT}-{number}" for number in range(_CLIENTS)]
     for turn in range(1, _ROUNDS + 1):
         jobs = [ClientJob(client, lambda: [], source(client, turn)) for client in clients]
+        heard.clear()
         with same_seeds():
-            engine.train(bench.initial_payload(), jobs, _steps(bench.config))
-    return np.concatenate(heard), spans
+            engine.train(bench.initial_payload(), jobs, steps)
+        # where memory ran out both clients started again: what the failed attempt drew was not released
+        kept.append(np.concatenate(heard)[-len(clients) * steps :])
+    return np.concatenate(kept), spans
 
 
 def _steps(config: FedLoraConfig) -> int:
