@@ -22,7 +22,7 @@ from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import TooFewRepliesError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.training.checked import SelfCheck
-from fedlora.training.releasecheck import repeated_noise
+from fedlora.training.releasecheck import judge_fresh
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import AdapterPayload
 
@@ -119,7 +119,7 @@ def check_empty_rounds(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
     orders = [one for at, one in enumerate(log.events) if at == 0 or one != log.events[at - 1]]
     charged = orders == ["charge", "noise"] * _ROUNDS
     silent, spans = _row(probe.released(open_server(bench, _Silent()), [], _Silent()))
-    fresh, said = _fresh(np.stack([row for row, _ in rounds]), spans, silent)
+    fresh, said = judge_fresh(np.stack([row for row, _ in rounds]), spans, silent, "values")
     return SelfCheck(name, charged and fresh, f"charged first {charged}, {said}")
 
 
@@ -131,15 +131,6 @@ def _row(blocks: Mapping[str, Float64]) -> tuple[Float64, dict[str, tuple[int, i
     return np.concatenate([np.asarray(blocks[name], dtype=np.float64).ravel() for name in names]), spans
 
 
-def _fresh(rows: Float64, spans: Mapping[str, tuple[int, int]], silent: Float64) -> tuple[bool, str]:
-    """Judge releases of noise alone: own noise at every place, never again, and from the asked source alone."""
-    still, elsewhere = int((rows == rows[0]).all(0).sum()), int(np.count_nonzero(silent))
-    repeated = repeated_noise(rows, spans)
-    said = f"{still} values without own noise, {elsewhere} with noise of another source"
-    said = said if not repeated else f"{said}; repeated in {', '.join(repeated[:3])}"
-    return still == 0 and elsewhere == 0 and not repeated, said
-
-
 def _check_shares(name: str, probe: _Probe, server: Server, log: _Logged) -> SelfCheck:
     server.aggregator.begin(probe.start)
     few = [f"check-{number:03d}" for number in range((probe.honest or 1) - 1)]
@@ -148,7 +139,9 @@ def _check_shares(name: str, probe: _Probe, server: Server, log: _Logged) -> Sel
     except TooFewRepliesError:
         held = "charge" not in log.events
         rows = np.stack([_share(probe, server, OsNoise()) for _ in range(_ROUNDS)])
-        fresh, said = _fresh(rows, {_WHOLE: (0, rows.shape[1])}, _share(probe, server, _Silent()))
+        fresh, said = judge_fresh(
+            rows, {_WHOLE: (0, rows.shape[1])}, _share(probe, server, _Silent()), "values"
+        )
         opened = f"{len(few)} answers: nothing is opened, charged {not held}"
         return SelfCheck(name, held and fresh, f"{opened}; shares: {said}")
     return SelfCheck(name, False, f"{len(few)} answers were opened, {probe.honest} are promised")

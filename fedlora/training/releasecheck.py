@@ -127,13 +127,27 @@ def check_fresh_noise(bench: Workbench) -> SelfCheck:
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
     silent, _ = _released_noise(bench, lambda client, turn: SilentNoise())
-    elsewhere = int(np.count_nonzero(silent))
-    rows, table = _released_noise(bench, lambda client, turn: noise_source(bench.config, client, turn))
-    still = int((rows == rows[0]).all(0).sum())
-    repeated = repeated_noise(rows, table)
-    passed = elsewhere == 0 and still == 0 and not repeated
-    said = f"{len(rows)} releases, {still} coordinates without own noise, {elsewhere} with noise of another source"
-    return SelfCheck(name, passed, said if not repeated else f"{said}; repeated in {', '.join(repeated[:3])}")
+    rows, spans = _released_noise(bench, lambda client, turn: noise_source(bench.config, client, turn))
+    passed, said = judge_fresh(rows, spans, silent)
+    return SelfCheck(name, passed, f"{len(rows)} releases, {said}")
+
+
+def judge_fresh(
+    rows: Rows, spans: Mapping[str, tuple[int, int]], silent: Rows, each: str = "coordinates"
+) -> tuple[bool, str]:
+    """Judge releases of noise alone: own noise in every place, never again, and from the asked source alone.
+
+    Args:
+        rows: (releases, coordinates).
+        spans: each block's first and end coordinate.
+        silent: releases under a source that draws zeros.
+        each: what a place is called.
+    """
+    elsewhere, still = int(np.count_nonzero(silent)), int((rows == rows[0]).all(0).sum())
+    repeated = repeated_noise(rows, spans)
+    said = f"{still} {each} without own noise, {elsewhere} with noise of another source"
+    said = said if not repeated else f"{said}; repeated in {', '.join(repeated[:3])}"
+    return elsewhere == 0 and still == 0 and not repeated, said
 
 
 def _released_noise(
@@ -313,5 +327,6 @@ __all__ = [
     "check_draws",
     "check_fresh_noise",
     "check_release",
+    "judge_fresh",
     "same_seeds",
 ]
