@@ -168,14 +168,14 @@ class Mechanism:
             return NonPrivateEvent()
         return self.stages.event(self, self.privacy.sigma() if noise_multiplier is None else noise_multiplier)
 
-    def clip(self, gradients: PerRecordGradients, state: LocalState | None = None) -> ClippedSum:
+    def clip(self, gradients: PerRecordGradients, state: LocalState) -> ClippedSum:
         """Clip and sum per client. SENSITIVE.
 
         Args:
             gradients: SENSITIVE.
-            state: where they were taken; training passes it, so that norms are those of what is released.
+            state: where they were taken; norms are those of what is released there.
         """
-        if state is not None and self.stages.measure is not None:
+        if self.stages.measure is not None:
             gradients = self.stages.measure(self, state, gradients)
         return self.stages.clip(self, gradients)
 

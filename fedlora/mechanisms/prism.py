@@ -32,11 +32,11 @@ from fedlora.mechanisms.base import (
     Mechanism,
     Stages,
     StepPrivacy,
+    usual_clip,
     usual_event,
     usual_prepare,
 )
 from fedlora.mechanisms.build import build_metric, build_schedule
-from fedlora.mechanisms.clip import clip_and_sum
 from fedlora.mechanisms.coordinates import Coordinates
 from fedlora.mechanisms.direction import direct, empty_slots, euclidean_step
 from fedlora.mechanisms.noise import NoiseSource, add_noise
@@ -58,10 +58,8 @@ from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate, PerRecordGradient
 from fedlora.names import GROUP_ADAPTERS
 from fedlora.wire.payload import AdapterLayout, AdapterPayload
 
-_CORE_MARGIN = 4.0
-"""Rounding units of the compute dtype by which a record's core counts more, on the private side."""
 _EXACT_MARGIN = 16.0
-"""Rounding units of the accumulation dtype for a core that was measured on the released block."""
+"""Rounding units of the accumulation dtype by which a record's core counts more, on the private side."""
 
 
 def _initial(mechanism: Mechanism, adapted: AdaptedModel) -> AdapterPayload:
@@ -138,27 +136,6 @@ def _measure(mechanism: Mechanism, state: LocalState, gradients: PerRecordGradie
     squared[GROUP_ADAPTERS] = (squared[GROUP_ADAPTERS] + change).clamp_min(0.0)
     squared[GROUP_ADAPTERS] += _EXACT_MARGIN * torch.finfo(exact.dtype).eps * exact
     return replace(gradients, squared_norms=squared, cores=None)
-
-
-def _clip(mechanism: Mechanism, gradients: PerRecordGradients) -> ClippedSum:
-    """Clip in the tangent norm, each record's core counted a few rounding units more (unless it was measured).
-
-    The engine takes the core from rounded activations. With C' the core that the released vector really has,
-    | ||C'|| - ||C|| | is a few units of the compute dtype, so the margin keeps the bound in bf16 as well.
-    """
-    squared = dict(gradients.squared_norms)
-    if gradients.cores is not None and GROUP_ADAPTERS in squared:
-        cores = gradients.cores.flat.square().sum(1)
-        squared[GROUP_ADAPTERS] = squared[GROUP_ADAPTERS] + _margin(mechanism, cores.dtype) * cores
-    guarded = replace(gradients, squared_norms=squared)
-    bound = mechanism.privacy.max_grad_norm
-    return clip_and_sum(guarded, mechanism.coordinates.table, mechanism.metric, bound)
-
-
-def _margin(mechanism: Mechanism, accumulated: torch.dtype) -> float:
-    """Return the relative margin for the dtype in which activations are rounded."""
-    computed: torch.dtype = getattr(torch, mechanism.config.model.dtype)
-    return _CORE_MARGIN * float(torch.finfo(accumulated if accumulated == torch.float64 else computed).eps)
 
 
 def _noise(
@@ -271,7 +248,7 @@ def _stages() -> Stages:
         update=partial(_update, StepGraphs()),
         close=_close,
         prepare=usual_prepare,
-        clip=_clip,
+        clip=usual_clip,
         noise=_noise,
         event=usual_event,
         measure=_measure,

@@ -92,7 +92,7 @@ def test_the_filter_has_the_stated_mean_and_variance(model, case):
     state = mechanism.stages.prepare(mechanism, state)
     order = np.arange(clients * basis.size)
     chosen = Chosen(order // basis.size, order % basis.size, np.ones(len(order), dtype=np.float32))
-    clipped = mechanism.clip(basis.gradients(state, chosen))
+    clipped = mechanism.clip(basis.gradients(state, chosen), state)
     found, strength = basis.filtered(state, mechanism.noise(state, clipped, [OsNoise()] * clients))
     rest = (found - strength).numpy().ravel()
     error = 1.0 / np.sqrt(len(rest))

@@ -134,7 +134,7 @@ def _nothing(own, state, clients):
     from fedlora.audit.canaries import Chosen, GradientRows
 
     chosen = Chosen(np.arange(clients), np.zeros(clients, dtype=np.int64), np.ones(clients, dtype=np.float32))
-    return own.clip(GradientRows(own, chosen, clients, state.values.flat).done())
+    return own.clip(GradientRows(own, chosen, clients, state.values.flat).done(), state)
 
 
 def test_a_rotation_is_all_drift_and_a_real_move_is_not(prism_run, tiny_world, tmp_path):
