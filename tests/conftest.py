@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +23,26 @@ settings.register_profile(
 settings.register_profile("explore", parent=settings.get_profile("same"), derandomize=False)
 """Others every time: `pytest --hypothesis-profile explore`, after the code under a property has changed."""
 settings.load_profile("same")
+
+
+def _as_imported(logger: logging.Logger) -> None:
+    """Put a logger into the state that importing the package leaves it in."""
+    logger.handlers[:] = []
+    logger.propagate, logger.disabled = True, False
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def package_logging() -> Iterator[None]:
+    """Give every test the package's logger as a fresh process has it.
+
+    A command binds it to the stderr of its call and stops its propagation: later tests would write to a stream that is
+    closed, and `caplog` would hear them or not by their order.
+    """
+    logger = logging.getLogger("fedlora")
+    _as_imported(logger)  # a module's fixture may have run a command too
+    yield
+    _as_imported(logger)
 
 
 @pytest.fixture(scope="session")
