@@ -20,7 +20,9 @@ def energy_bounds(count: int, level: float = LEVEL) -> tuple[float, float]:
     return float(low) / count, float(high) / count
 
 
-def mixed_energy_bounds(squares: float, largest: float, total: float, level: float = LEVEL) -> tuple[float, float]:
+def mixed_energy_bounds(
+    squares: float, largest: float, total: float, level: float = LEVEL
+) -> tuple[float, float]:
     """Return (low, high) for sum_i l_i z_i^2 / sum_i l_i with z_i independent standard normals and any l_i >= 0.
 
     Args:

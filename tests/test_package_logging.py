@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = '''
+TESTS = """
 import io
 import logging
 import sys
@@ -44,7 +44,7 @@ def test_later(caplog, capfd):
 def test_after_a_fixture_of_the_module(shared, caplog):
     logging.getLogger("fedlora.somewhere").warning("heard all the same")
     assert "heard all the same" in caplog.text
-'''
+"""
 
 
 def test_a_commands_logging_ends_with_its_test(tmp_path: Path) -> None:

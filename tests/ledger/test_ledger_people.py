@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from chance import energy_bounds
 from dp_accounting import dp_event
 from dp_accounting.pld import pld_privacy_accountant, privacy_loss_distribution
 from hypothesis import given, settings
@@ -215,11 +216,12 @@ def _variance(scale: float, draws: int) -> float:
 
 
 def test_metric_noise_has_the_declared_scale_and_the_test_sees_five_percent() -> None:
+    """A scale that is 5 % off lies eight deviations beyond the bound: it is missed once in 10^14."""
     draws = 40_000
-    spread = math.sqrt(2.0 / draws) * 5.0  # five standard deviations of the mean square: under 1e-6 to fail
-    assert abs(_variance(1.0, draws) / 9.0 - 1.0) < spread
-    assert abs(_variance(1.05, draws) / 9.0 - 1.0) > spread
-    assert abs(_variance(0.95, draws) / 9.0 - 1.0) > spread
+    low, high = energy_bounds(draws)
+    assert low < _variance(1.0, draws) / 9.0 < high
+    assert _variance(1.05, draws) / 9.0 > high
+    assert _variance(0.95, draws) / 9.0 < low
 
 
 def test_sketch_sizes_are_checked(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from chance import LEVEL, energy_bounds, most_deviations, most_product_sum
 from scipy import stats
 
 from fedlora.accounting import NonPrivateEvent, PoissonGaussianEvent
@@ -28,17 +29,12 @@ TABLE = BlockTable.of({"a|lora_B": (40, 50), "head|weight": (20, 50)})
 GROUPS = {"a|lora_B": "adapters", "head|weight": "head"}
 
 
-ALPHA = 1e-7
-"""Of each test of noise that differs every time: three on one sample raise less than one false alarm in a million."""
-
-
-def accepts(values: np.ndarray, scale: float, alpha: float = ALPHA) -> bool:
-    """Two-sided chi-square test of the variance and a test of the mean."""
+def accepts(values: np.ndarray, scale: float) -> bool:
+    """Two-sided chi-square test of the variance and a test of the mean, each at `LEVEL`."""
     n = values.size
-    low, high = stats.chi2.ppf([alpha / 2, 1 - alpha / 2], n)
-    energy = float((values**2).sum()) / scale**2
+    low, high = energy_bounds(n)
     mean = abs(float(values.mean())) * math.sqrt(n) / scale
-    return low < energy < high and mean < stats.norm.isf(alpha / 2)
+    return low < float((values**2).mean()) / scale**2 < high and mean < most_deviations()
 
 
 def metric(weights=(1.0, 1.0), per_layer=False) -> Metric:
@@ -57,10 +53,10 @@ def test_gaussians_have_the_normal_law(source):
     values = source.gaussians(200_001, CPU, torch.float64).numpy()
     assert values.shape == (200_001,)
     assert accepts(values, 1.0)
-    assert stats.kstest(values, "norm").pvalue > ALPHA
+    assert stats.kstest(values, "norm").pvalue > LEVEL
     assert not accepts(values, 0.95)
     assert not accepts(values, 1.05)
-    assert abs(np.corrcoef(values[:100_000], values[100_000:200_000])[0, 1]) < 6 / math.sqrt(100_000)
+    assert abs(float(values[:100_000] @ values[100_000:200_000])) < most_product_sum(100_000)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +77,15 @@ def test_noise_has_sigma_c_over_the_group_weight_and_rejects_five_percent_off(si
 
 
 def test_rows_and_columns_of_the_noise_are_uncorrelated():
+    """Of 1500 columns that are correlated by .6 one at least lies four deviations beyond, of clients by .25 six."""
     update = released(1.0, 1.0, metric(), [OsNoise() for _ in range(400)])
     flat = update.blocks.flat.numpy()
-    products = (flat[:, :1500] * flat[:, 1500:]).mean(0) * math.sqrt(400)
-    assert np.abs(products).max() < 6.5
-    clients = (flat[:200] * flat[200:]).mean(1) * math.sqrt(flat.shape[1])
-    assert np.abs(clients).max() < 6.0
+    assert np.abs((flat[:, :1500] * flat[:, 1500:]).sum(0)).max() < most_product_sum(400, places=1500)
+    assert np.abs((flat[:200] * flat[200:]).sum(1)).max() < most_product_sum(3000, places=200)
+    shared = 0.6 * flat[:, :1500] + 0.8 * flat[:, 1500:]
+    assert np.abs((flat[:, :1500] * shared).sum(0)).max() > most_product_sum(400, places=1500)
+    partly = 0.25 * flat[:200] + math.sqrt(1.0 - 0.25**2) * flat[200:]
+    assert np.abs((flat[:200] * partly).sum(1)).max() > most_product_sum(3000, places=200)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
