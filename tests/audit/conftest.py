@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from fedlora.adapters import projection_recipe
 from fedlora.mechanisms import noise
 from fedlora.training.sampling import OsCoins
 
@@ -34,6 +35,7 @@ def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         OsCoins, "words", lambda self, count: coins.integers(0, 2**64, count, dtype=np.uint64)
     )
+    monkeypatch.setattr(projection_recipe, "new_projection_seed", lambda: coins.bytes(32).hex())
     monkeypatch.setattr(
         np.random,
         "default_rng",
