@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,13 @@ def package_logging() -> Iterator[None]:
     _as_imported(logger)  # a module's fixture may have run a command too
     yield
     _as_imported(logger)
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_generator() -> None:
+    """Let every test begin with the same numbers of torch's global generator, whichever tests ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

