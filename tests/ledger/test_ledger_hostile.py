@@ -259,7 +259,8 @@ def test_four_writers_with_long_compositions_all_get_their_turn(
     """Each holds the write lock for long and pauses for next to nothing: nobody starves while 100 turns are taken.
 
     Who polls first takes the next turn. With a fifth of the turns or more for each, one of the four gets fewer than two
-    of a hundred with probability 2e-8; where the database's own handler waited, longer each time, one got one in two of six tries.
+    of a hundred with probability 2e-8. Where the database's own handler waited, longer each time, one got a single turn
+    in two of six tries.
     """
 
     def slow(*_: object) -> bool:
