@@ -202,7 +202,9 @@ class RoundLoop:
             self._stop_early = metrics is not None and self._stopping.over(metrics)
         evaluated = time.perf_counter()
         self.state.round = number
-        self.state.empty_rounds = 0 if problem is None else self.state.empty_rounds + 1
+        silent = self._strategy.rounds[-1].silent
+        trouble = TooFewRepliesError(silent) if problem is None and silent else problem
+        self.state.empty_rounds = 0 if trouble is None else self.state.empty_rounds + 1
         seconds = {
             "configure": configured - started,
             "clients": received - configured,
@@ -213,10 +215,10 @@ class RoundLoop:
         self._save(record)
         took = {**seconds, "checkpoint": time.perf_counter() - evaluated}
         self._publish(replace(record, seconds=took))
-        return problem is None or self._may_go_on(number, problem)
+        return trouble is None or self._may_go_on(number, trouble)
 
     def _may_go_on(self, number: int, problem: AggregationError) -> bool:
-        """Decide what a round without enough replies means.
+        """Decide what a round without enough replies means (or without any, where noise alone was released).
 
         Raises:
             TooFewRepliesError: if this has happened too often in a row.

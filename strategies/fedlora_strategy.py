@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,8 @@ class FedLoraStrategy(Strategy):
             self.payload = with_projection(self.payload)
         self.aggregator.begin(self.payload, recipe=self.recipe)
         self._grid = grid
-        online = set(grid.get_node_ids())
-        asked = self.sampler.draw(server_round, tuple(self._home))
+        asked, groups = self.choose(server_round, set(grid.get_node_ids()))
         self._record = RoundRecord(server_round, asked)
-        groups: dict[tuple[int, str], list[str]] = {}
-        for client in asked:
-            if self._home[client] in online:
-                groups.setdefault((self._home[client], repr(self._specs.get(client))), []).append(client)
         self._sent = []
         reached = sorted(client for clients in groups.values() for client in clients)
         self._told = {} if self._on_ask is None else self._on_ask(server_round, reached)
@@ -154,6 +149,20 @@ class FedLoraStrategy(Strategy):
             message = Message(to_record(packet), node, MessageType.TRAIN, ttl=self.facts.timeout_seconds)
             self._sent.append((message, tuple(clients)))
         return [message for message, _ in self._sent]
+
+    def choose(
+        self, server_round: int, online: Container[int]
+    ) -> tuple[tuple[str, ...], dict[tuple[int, str], list[str]]]:
+        """Draw a round's clients and group those that can be reached by node and ranks.
+
+        Nobody takes the place of a client that is away: the amplification that is claimed is that of the draw.
+        """
+        asked = self.sampler.draw(server_round, tuple(self._home))
+        groups: dict[tuple[int, str], list[str]] = {}
+        for client in asked:
+            if self._home[client] in online:
+                groups.setdefault((self._home[client], repr(self._specs.get(client))), []).append(client)
+        return asked, groups
 
     def _take_arrays(self, arrays: ArrayRecord) -> None:
         if len(arrays) == 0:
@@ -186,7 +195,8 @@ class FedLoraStrategy(Strategy):
 
         Raises:
             TooFewRepliesError: fewer usable updates than `federation.min_replies`; the global adapter
-                is unchanged and the record tells why.
+                is unchanged and the record tells why. Under client-level privacy with noise at the server never:
+                what is released must not hang on who answers.
         """
         record = self._record
         if record is None or record.server_round != server_round:
@@ -199,8 +209,11 @@ class FedLoraStrategy(Strategy):
         record.missing = tuple(client for client in guard.missing if client not in record.rejected)
         private = self.aggregator.plan is not None
         if private and self._sent and not found:
-            raise TooFewRepliesError(
-                f"round {server_round}: no node answered ({len(self._sent)} were asked); nothing was released"
+            record.silent = f"round {server_round}: no node answered ({len(self._sent)} were asked)"
+            if self.facts.secure:
+                raise TooFewRepliesError(f"{record.silent}; nothing was released")
+            record.silent += (
+                "; noise alone was released and charged, since whether a client answers is no public fact"
             )
         record.rejected.update(self.aggregator.rejected)  # named also where the round fails
         result = self._secure(ready) if self.facts.secure else self.aggregator.finish()

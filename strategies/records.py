@@ -26,6 +26,7 @@ class RoundRecord:
         wire_bytes_up: bytes of the answers' packed arrays and headers as they came, masking steps included.
         wire_bytes_down: the same of what was sent.
         result: the aggregate, or None if the round failed.
+        silent: why, where clients were asked under client-level privacy and no node answered; else empty.
     """
 
     server_round: int
@@ -38,6 +39,7 @@ class RoundRecord:
     wire_bytes_up: int = 0
     wire_bytes_down: int = 0
     result: AggregateResult | None = None
+    silent: str = ""
 
 
 def plain_specs(specs: Mapping[str, ModuleSpec]) -> dict[str, list[float]]:

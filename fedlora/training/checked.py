@@ -1,8 +1,11 @@
-"""The outcome of a self-check."""
+"""The outcome of a self-check, and what a failed one means."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from fedlora.errors import SensitivityMismatchError
 
 
 @dataclass(frozen=True)
@@ -18,3 +21,17 @@ class SelfCheck:
     name: str
     passed: bool
     detail: str
+
+
+def require_passed(checks: Iterable[SelfCheck]) -> None:
+    """Refuse to go on if a check failed.
+
+    Raises:
+        SensitivityMismatchError: naming the failed checks and their figures.
+    """
+    failed = [f"{one.name} ({one.detail})" for one in checks if not one.passed]
+    if failed:
+        raise SensitivityMismatchError(f"self-check failed: {'; '.join(failed)}; nothing is trained")
+
+
+__all__ = ["SelfCheck", "require_passed"]

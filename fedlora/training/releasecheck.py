@@ -11,13 +11,12 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import stats
 
 from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Encoded
@@ -27,6 +26,7 @@ from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate
 from fedlora.names import split_block_name
 from fedlora.training.checked import SelfCheck
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
+from fedlora.training.drawcheck import Table, faults_of, table_sizes
 from fedlora.training.drawing import make_job, noise_source
 from fedlora.training.requests import RoundRequest
 from fedlora.training.session import Workbench
@@ -47,12 +47,12 @@ _FEWEST: Final = 4
 _SAME: Final = 1e-5
 _SAME_ON_DEVICES: Final = 1e-3
 """The same where kernels may sum in another order each time; a divisor that counts records changes all by far more."""
-_DRAWS: Final = 128
-_DRAWN: Final = 16.0
-"""Records that a checked draw has (or leaves) on average; the variance of 128 sizes is then right within a factor of 3
-but for a probability below 1e-12."""
-_MOST_RECORDS: Final = 20_000
+_DRAW_ROUNDS: Final = 4
+_DRAWS: Final = 64
+"""Draws of each of the rounds."""
+_MOST_RECORDS: Final = 10_000
 _CHANCE: Final = 1e-9
+"""Probability that sound draws are refused at one start."""
 
 
 @contextmanager
@@ -295,25 +295,36 @@ class _Places:
 
 
 def check_draws(config: FedLoraConfig) -> SelfCheck:
-    """Check that batches are Poisson draws at the public rate: of any size, no record waiting for another."""
+    """Check that batches are Poisson draws at the public rate: a coin of its own for each record in each step.
+
+    Draws of several rounds are judged by `fedlora.training.drawcheck`, for clients with many records and with so few
+    that many draws are empty.
+    """
     name = "batches are Poisson draws"
     rate = config.training.sample_rate
     if not isinstance(config.privacy, RecordPrivacy) or not (rate < 1.0):
         return SelfCheck(name, True, "no amplification by sampling is claimed")
-    count = int(np.clip(np.ceil(_DRAWN / min(rate, 1.0 - rate)), 64, _MOST_RECORDS))
-    request = RoundRequest(_CLIENT, 1, {}, "", None, [_CLIENT], _DRAWS)  # type: ignore[arg-type]
-    job = make_job(config, _CLIENT, _Places(count), request, _DRAWS)
-    draws = [job.draw() for _ in range(_DRAWS)]
-    sizes, law = np.array([len(one) for one in draws]), stats.binom(count * _DRAWS, rate)
-    spread = float(np.square(sizes - count * rate).mean() / (count * rate * (1.0 - rate)))
-    drawn = int(sizes.sum())
-    often = min(float(law.sf(drawn - 1)), float(law.cdf(drawn))) < _CHANCE
-    told = count * min(rate, 1.0 - rate) >= _DRAWN  # else sizes are too small to tell one law from another
-    again = told and any(a == b for a, b in pairwise(draws))
-    twice = any(len(set(one)) < len(one) for one in draws)
-    passed = not often and (0.3 < spread < 3.0 or not told) and not again and not twice
-    said = f"rate {drawn / (count * _DRAWS):.4g} of {rate:.4g}, variance of sizes {spread:.2f} of the law's"
-    return SelfCheck(name, passed, f"{said}, draws repeat {again}, records repeat {twice}")
+    tables, twice = [], False
+    for size, count in table_sizes(rate, _MOST_RECORDS).items():
+        draws = _draws(config, count)
+        twice = twice or any(len(set(one)) < len(one) for one in draws)
+        drawn = np.zeros((len(draws), count), dtype=bool)
+        for row, one in zip(drawn, draws, strict=True):
+            row[one] = True
+        tables.append(Table(size, drawn))
+    found = faults_of(tables, rate, _CHANCE) + ["a record is drawn twice at once"] * twice
+    seen = sum(int(one.draws.sum()) for one in tables) / sum(one.draws.size for one in tables)
+    return SelfCheck(name, not found, "; ".join([f"rate {seen:.4g} of {rate:.4g}", *found]))
+
+
+def _draws(config: FedLoraConfig, count: int) -> list[list[int]]:
+    """Return the positions that a client's jobs of several rounds draw from so many records."""
+    found = []
+    for turn in range(1, _DRAW_ROUNDS + 1):
+        request = RoundRequest(_CLIENT, turn, {}, "", None, [_CLIENT], _DRAWS)  # type: ignore[arg-type]
+        job = make_job(config, _CLIENT, _Places(count), request, _DRAWS)
+        found += [list(job.draw()) for _ in range(_DRAWS)]
+    return found
 
 
 def check_release(bench: Workbench, records: Sequence[Encoded]) -> list[SelfCheck]:

@@ -18,12 +18,11 @@ import torch
 from fedlora.adapters.records import batch_to_device
 from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.data import Encoded, Task
-from fedlora.errors import SensitivityMismatchError
 from fedlora.mechanisms.base import LocalState
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.mechanisms.stages import ClippedSum
 from fedlora.names import LORA_A, split_block_name
-from fedlora.training.checked import SelfCheck
+from fedlora.training.checked import SelfCheck, require_passed
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.training.drawing import coin_source, noise_source
@@ -233,9 +232,7 @@ def require_selfchecks(bench: Workbench) -> list[SelfCheck]:
         SensitivityMismatchError: naming the failed checks.
     """
     checks = run_selfchecks(bench)
-    failed = [f"{one.name} ({one.detail})" for one in checks if not one.passed]
-    if failed:
-        raise SensitivityMismatchError(f"self-check failed: {'; '.join(failed)}; nothing is trained")
+    require_passed(checks)
     return checks
 
 

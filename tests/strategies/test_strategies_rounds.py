@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedlora.aggregation import Aggregator, ClientPlan, RoundRules, build_mode, reduce_payloads
 from fedlora.config.schema import AggregationConfig, FederationConfig, ServerOptimizerConfig
-from fedlora.errors import StaleRoundError, TooFewRepliesError, WireError
+from fedlora.errors import AggregationError, StaleRoundError, TooFewRepliesError, WireError
 from fedlora.simulation.identity import SERVER_NODE, assume_identity, number_message
 from fedlora.simulation.messages import from_record, to_record
 from fedlora.training.port import LocalPort
@@ -368,12 +368,45 @@ def test_an_empty_private_round_releases_noise_and_is_charged():
     assert payload_fingerprint(strategy.payload) != before
 
 
-def test_a_private_round_that_nobody_answers_releases_nothing():
-    strategy, grid, charges = make(plan=ClientPlan(1.0, 1.0, 3.0, None))
+@pytest.mark.parametrize("rate", [None, 0.999999])
+def test_a_private_round_that_nobody_answers_releases_noise_and_is_charged(rate):
+    """With one client that is there or not, a round without a release would tell which."""
+    strategy, grid, charges = make(plan=ClientPlan(1.0, 1.0, 3.0, rate), asked=rate or "all")
+    grid.dead = {10, 11, 12}
+    before = payload_fingerprint(strategy.payload)
+    play(strategy, grid)
+    record = strategy.rounds[-1]
+    assert len(charges) == 1
+    assert record.result is not None
+    assert payload_fingerprint(strategy.payload) != before
+    assert "no node answered (3 were asked)" in record.silent
+
+
+def test_a_round_of_shares_that_nobody_answers_opens_nothing():
+    plan = ClientPlan(1.0, 1.0, 3.0, None, noise_at="clients", honest_clients=2)
+    strategy, grid, charges = make(plan=plan, secure=True)
     grid.dead = {10, 11, 12}
     with pytest.raises(TooFewRepliesError, match="no node answered"):
         play(strategy, grid)
     assert charges == []
+
+
+def test_a_rounds_coins_are_drawn_once():
+    """A second draw would depend on why the first one was not used."""
+    strategy, grid, charges = make(plan=ClientPlan(1.0, 1.0, 3.0, 0.5), asked=0.5)
+    play(strategy, grid, 1)
+    play(strategy, grid, 3)
+    for again in (3, 2):
+        with pytest.raises(AggregationError, match="drawn once"):
+            play(strategy, grid, again)
+    assert len(charges) == 2
+
+
+def test_nobody_takes_the_place_of_a_client_that_is_away():
+    strategy, _, _ = make(asked=0.5, clients=12)
+    asked, groups = strategy.choose(1, {10, 12})
+    here = [client for client in asked if int(client[-2:]) % 3 != 1]
+    assert sorted(name for names in groups.values() for name in names) == here
 
 
 def test_h19_metrics_leave_counts_out_under_client_level_privacy():
