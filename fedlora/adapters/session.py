@@ -23,7 +23,6 @@ class TapSession:
         views: module path to its view.
         extras: payload name of a trained extra parameter to its values (K, *shape), compute dtype.
         blocks: per-record blocks, accumulation dtype (float32 or float64).
-        cores: per-record r x r cores of `tangent` views.
         anchor: a scalar that requires grad, so that taps under a frozen input are reached.
         left_out: name of a trained matrix to a unit vector (in,) of its input's space in which it does not move.
     """
@@ -32,7 +31,6 @@ class TapSession:
     views: Mapping[str, LayerView]
     extras: Mapping[str, torch.Tensor]
     blocks: FlatBlocks
-    cores: FlatBlocks | None
     anchor: torch.Tensor
     left_out: Mapping[str, torch.Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
@@ -61,8 +59,7 @@ class TapSession:
 
     def write(self, name: str, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
         """Add scale * left @ right per record to block `name`; left (n, p, t), right (n, t, q)."""
-        in_cores = self.cores is not None and name in self.cores
-        target = self.cores[name] if self.cores is not None and in_cores else self.blocks[name]
+        target = self.blocks[name]
         beta = 1.0 if name in self.written else 0.0
         self.written.add(name)
         if left.dtype == target.dtype:

@@ -13,7 +13,7 @@ import torch
 from fedlora.adapters.deferred import gram_squared_norms
 from fedlora.adapters.session import TapSession
 from fedlora.adapters.views import LayerView
-from fedlora.names import CORE, LORA_A, LORA_B, TANGENT_IN, TANGENT_OUT, block_name
+from fedlora.names import LORA_A, LORA_B, TANGENT_IN, TANGENT_OUT, block_name
 
 
 def flat_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -194,10 +194,8 @@ def _collect(
         return z
     if view.kind == "tangent" and view.frame_out is not None:
         z = flat_product(g, view.frame_out)
-        wide = z.view_as(inner)
         session.write(block_name(module, TANGENT_OUT), _t(outer), inner)
-        session.write(block_name(module, TANGENT_IN), _t(x), wide)
-        session.write(block_name(module, CORE), _t(wide), inner)
+        session.write(block_name(module, TANGENT_IN), _t(x), z.view_as(inner))
         return z
     session.write(block_name(module, LORA_B), _t(outer), inner)
     exact = session.accumulate

@@ -17,13 +17,12 @@ Tensors are shared by all records, or carry a leading record axis when several c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from fedlora.names import CORE, LORA_A, LORA_B, TANGENT_IN, TANGENT_OUT, block_name
+from fedlora.names import LORA_A, LORA_B, TANGENT_IN, TANGENT_OUT, block_name
 from fedlora.wire.payload import ModuleSpec
 
 ViewKind = Literal["lora_b", "factors", "tangent", "projected"]
@@ -78,10 +77,3 @@ def view_blocks(kind: ViewKind, module: str, spec: ModuleSpec) -> dict[str, tupl
     if kind == "factors":
         blocks[block_name(module, LORA_A)] = (spec.rank, spec.in_features)
     return blocks
-
-
-def core_blocks(kind: ViewKind, modules: Mapping[str, ModuleSpec]) -> dict[str, tuple[int, ...]]:
-    """Return the per-record r x r cores that `tangent` norms need beside the blocks."""
-    if kind != "tangent":
-        return {}
-    return {block_name(name, CORE): (spec.rank, spec.rank) for name, spec in modules.items()}

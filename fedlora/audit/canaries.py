@@ -110,7 +110,6 @@ class GradientRows:
         counts = np.bincount(chosen.client, minlength=num_clients).tolist()
         self.records = RecordAxis.of(counts, like.device)
         self.blocks = FlatBlocks(coordinates.stored, like.new_zeros(self.count, coordinates.stored.size))
-        self.cores = FlatBlocks(coordinates.cores, like.new_zeros(self.count, coordinates.cores.size))
         groups = dict.fromkeys(mechanism.metric.group_of.values())
         self.squared = {group: like.new_zeros(self.count) for group in groups}
         self.deferred = {
@@ -141,10 +140,7 @@ class GradientRows:
 
     def done(self) -> PerRecordGradients:
         """Return what `clip` takes."""
-        has_cores = self.cores.table.size > 0
-        return PerRecordGradients(
-            self.blocks, self.squared, self.records, dict(self.deferred), self.cores if has_cores else None
-        )
+        return PerRecordGradients(self.blocks, self.squared, self.records, dict(self.deferred))
 
 
 def positions_of(mechanism: Mechanism, names: Sequence[str]) -> Places:

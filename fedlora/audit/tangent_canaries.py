@@ -23,7 +23,7 @@ from fedlora.audit.canaries import (
 )
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.stages import NoisyUpdate, PerRecordGradients
-from fedlora.names import CORE, GROUP_ADAPTERS, TANGENT_IN, TANGENT_OUT, block_name
+from fedlora.names import GROUP_ADAPTERS, TANGENT_IN, TANGENT_OUT, block_name
 
 Tensor = torch.Tensor
 
@@ -121,9 +121,9 @@ class TangentBasis:
         for frame in self._frames:
             self._fill(rows, frame, directions - first, amplitude, like)
             first += sum(frame.sizes)
-        inside = directions < self._tangents
-        rows.squared[GROUP_ADAPTERS] = torch.from_numpy(np.where(inside, amplitude**2, 0.0)).to(like)
-        at = np.flatnonzero(~inside)
+        for name in mechanism.coordinates.adapters:
+            rows.squared[GROUP_ADAPTERS] += rows.blocks[name].square().sum((1, 2))
+        at = np.flatnonzero(directions >= self._tangents)
         if len(at) > 0:
             positions = self._extras[directions[at] - self._tangents]
             values = chosen.sign[at] * length / weights_at(mechanism, positions)
@@ -156,7 +156,6 @@ class TangentBasis:
         at, a, b, value = select(outer + inner, outer + inner + core)
         x_out[at, :, b] = (frame.q_out[:, a] * value).T.to(like)
         x_in[at, :, a] = (frame.q_in[:, b] * value).T.to(like)
-        rows.cores[block_name(frame.module, CORE)][at, a, b] = value.to(like)
 
     def filtered(self, state: LocalState, update: NoisyUpdate) -> tuple[Tensor, Tensor]:
         """Project the release on every direction, in units of the claimed noise."""

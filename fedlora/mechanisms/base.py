@@ -175,9 +175,18 @@ class Mechanism:
             gradients: SENSITIVE.
             state: where they were taken; norms are those of what is released there.
         """
-        if self.stages.measure is not None:
-            gradients = self.stages.measure(self, state, gradients)
-        return self.stages.clip(self, gradients)
+        return self.stages.clip(self, self.measured(gradients, state))
+
+    def measured(self, gradients: PerRecordGradients, state: LocalState) -> PerRecordGradients:
+        """Return the gradients with their norms in the metric. SENSITIVE.
+
+        Args:
+            gradients: SENSITIVE. As the engine formed them.
+            state: where they were taken.
+        """
+        if self.stages.measure is None:
+            return gradients
+        return self.stages.measure(self, state, gradients)
 
     def noise(self, state: LocalState, clipped: ClippedSum, sources: Sequence[NoiseSource]) -> NoisyUpdate:
         """Add each client's noise, or pass the sums through (and say so) without record-level privacy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedlora.adapters.blocks import BlockTable
-from fedlora.adapters.views import ViewKind, core_blocks, view_blocks
+from fedlora.adapters.views import ViewKind, view_blocks
 from fedlora.geometry import check_rank
 from fedlora.names import GROUP_ADAPTERS, GROUP_HEAD, TANGENT_IN, TANGENT_OUT, block_name, split_block_name
 from fedlora.wire.payload import AdapterLayout
@@ -19,7 +19,6 @@ class Coordinates:
         kind: what the adapted layers collect (see `fedlora.adapters.views`).
         table: every block of a clipped sum: adapters, small extras (biases, norms), then matrices of extras.
         stored: the part of `table` that is kept per record (a prefix of it).
-        cores: per-record cores (tangent kind), else empty.
         adapters: names of adapter blocks.
         extras: names of trained extra parameters.
     """
@@ -27,7 +26,6 @@ class Coordinates:
     kind: ViewKind
     table: BlockTable
     stored: BlockTable
-    cores: BlockTable
     adapters: tuple[str, ...]
     extras: tuple[str, ...]
 
@@ -53,7 +51,6 @@ class Coordinates:
             kind,
             BlockTable.of(adapters | small | large),
             BlockTable.of(adapters | small),
-            BlockTable.of(core_blocks(kind, layout.modules)),
             tuple(adapters),
             tuple(small | large),
         )

@@ -15,7 +15,6 @@ from fedlora.adapters.views import LayerView
 from fedlora.errors import ModelError
 from fedlora.mechanisms.coordinates import Coordinates
 from fedlora.mechanisms.stages import Metric, PerRecordGradients
-from fedlora.names import CORE, TANGENT_OUT, block_name, split_block_name
 
 LossFn = Callable[[], torch.Tensor]
 """Runs the model's forward and returns (records,) losses, each of one record only."""
@@ -55,14 +54,9 @@ def per_record_gradients(
     wide, device = adapted.accumulate_dtype, adapted.device
     count = records.num_records
     flat = torch.empty(count, coordinates.stored.size, dtype=wide, device=device)
-    cores = None
-    if coordinates.cores.size > 0:
-        cores = FlatBlocks(
-            coordinates.cores, torch.empty(count, coordinates.cores.size, dtype=wide, device=device)
-        )
     anchor = torch.zeros((), device=device, requires_grad=True)
     blocks = FlatBlocks(coordinates.stored, flat)
-    session = TapSession(records, views, extras, blocks, cores, anchor, left_out or {})
+    session = TapSession(records, views, extras, blocks, anchor, left_out or {})
     adapted.prepare_pass()
     with adapted.taps.open(session), torch.enable_grad():
         loss = losses()
@@ -93,10 +87,6 @@ def _fill_unreached(
     for name in coordinates.stored.shapes:
         if name not in session.written:
             session.blocks[name].zero_()
-    if session.cores is not None:
-        for name in coordinates.cores.shapes:
-            if name not in session.written:
-                session.cores[name].zero_()
 
 
 def _finish(
@@ -106,20 +96,18 @@ def _finish(
     squared = _squared_norms(session, metric, deferred)
     total = torch.stack(tuple(squared.values())).sum(0)
     keep = torch.isfinite(total)
-    blocks, cores = session.blocks, session.cores
-    if session.blocks.flat.is_cuda or not bool(keep.all()):
+    blocks = session.blocks
+    if blocks.flat.is_cuda or not bool(keep.all()):
         blocks.flat.masked_fill_(~keep.unsqueeze(1), 0.0)
-        if cores is not None:
-            cores.flat.masked_fill_(~keep.unsqueeze(1), 0.0)
         squared = {group: torch.where(keep, value, 0.0) for group, value in squared.items()}
         deferred = {name: value.masked(keep) for name, value in deferred.items()}
-    return PerRecordGradients(blocks, squared, session.records, deferred, cores)
+    return PerRecordGradients(blocks, squared, session.records, deferred)
 
 
 def _squared_norms(
     session: TapSession, metric: Metric, deferred: Mapping[str, DeferredGradient]
 ) -> dict[str, torch.Tensor]:
-    """Return group to (records,): sums of squares, Gram norms, and the tangent core counted once."""
+    """Return group to (records,): sums of squares of the blocks, and Gram norms."""
     table, flat = session.blocks.table, session.blocks.flat
     plain: dict[str, list[str]] = {}
     squared: dict[str, torch.Tensor] = {}
@@ -137,15 +125,6 @@ def _squared_norms(
     for group, names in plain.items():
         for first, end in table.spans(names):
             add(group, _sum_squares(flat[:, first:end]))
-    if session.cores is not None:
-        for group in dict.fromkeys(metric.group_of.values()):
-            cores = [
-                block_name(split_block_name(name)[0], CORE)
-                for name in metric.blocks_of(group)
-                if split_block_name(name)[1] == TANGENT_OUT
-            ]
-            for first, end in session.cores.table.spans(cores):
-                add(group, -_sum_squares(session.cores.flat[:, first:end]))
     return squared
 
 

@@ -122,20 +122,17 @@ def _views(
 
 
 def _measure(mechanism: Mechanism, state: LocalState, gradients: PerRecordGradients) -> PerRecordGradients:
-    """Take each record's core from its released block instead of from rounded activations.
+    """Count each record's core, which stands in both of its blocks, once.
 
-    Where tokens cancel in a sum, rounding of the single tokens does not: the engine's core can then be far above
-    Q_in^T X_in, and the norm as far below that of what is released.
+    The core is Q_in^T X_in of the block that is released, not a product of rounded activations: where tokens cancel
+    in a sum, rounding of the single tokens does not, and the norm would fall far below that of what is released.
     """
     own: PrismState = state.own
-    if gradients.cores is None or GROUP_ADAPTERS not in gradients.squared_norms:
-        return gradients
-    exact = squared_cores(own.groups, gradients)
-    change = gradients.cores.flat.square().sum(1) - exact
+    cores = squared_cores(own.groups, gradients)
     squared = dict(gradients.squared_norms)
-    squared[GROUP_ADAPTERS] = (squared[GROUP_ADAPTERS] + change).clamp_min(0.0)
-    squared[GROUP_ADAPTERS] += _EXACT_MARGIN * torch.finfo(exact.dtype).eps * exact
-    return replace(gradients, squared_norms=squared, cores=None)
+    squared[GROUP_ADAPTERS] = (squared[GROUP_ADAPTERS] - cores).clamp_min(0.0)
+    squared[GROUP_ADAPTERS] += _EXACT_MARGIN * torch.finfo(cores.dtype).eps * cores
+    return replace(gradients, squared_norms=squared)
 
 
 def _noise(

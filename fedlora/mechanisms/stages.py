@@ -77,16 +77,15 @@ class PerRecordGradients:
         blocks: (records, *shape) each, float32 or better; non-finite records already zeroed. One flat
             tensor underneath (`blocks.flat`, (records, size)).
         deferred: trained matrices (heads, embeddings) that stay factored; same record axis.
-        squared_norms: group to (records,), the metric's squared norm per group, unweighted.
+        squared_norms: group to (records,), sums of squares of the group's blocks, unweighted; norms of full
+            gradients for `projected`. See `Mechanism.measured` for the metric's norm.
         records: the record axis (whose each record is).
-        cores: per-record r x r cores of tangent coordinates, else None.
     """
 
     blocks: FlatBlocks
     squared_norms: Mapping[str, torch.Tensor]
     records: RecordAxis
     deferred: Mapping[str, DeferredGradient] = field(default_factory=dict)
-    cores: FlatBlocks | None = None
 
     @property
     def client_of_record(self) -> torch.Tensor:

@@ -120,7 +120,7 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
         if first is None:
             _scale_head(low, gradients.deferred)
             continue
-        for group, squared in gradients.squared_norms.items():
+        for group, squared in mechanism.measured(gradients, state).squared_norms.items():
             sums[group] = sums.get(group, 0.0) + float(squared.sum())
     return {group: math.sqrt(total / len(records)) for group, total in sums.items()}
 

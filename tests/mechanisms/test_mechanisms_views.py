@@ -76,7 +76,7 @@ def prepared(request):
     return adapted, ZooTask(request.param), records(request.param)
 
 
-def test_tangent_blocks_and_norms(prepared):
+def test_tangent_blocks_and_norms_with_the_core_in_both(prepared):
     adapted, task, rows = prepared
     views, frames = tangent_views(adapted, torch.Generator().manual_seed(3))
     set_peft(adapted, frames)
@@ -90,7 +90,8 @@ def test_tangent_blocks_and_norms(prepared):
             assert torch.allclose(
                 got.blocks[f"{name}|x_in"][number], full.t() @ q_out, rtol=1e-10, atol=1e-12
             )
-            assert float(got.squared_norms[name][number]) == pytest.approx(
+            core = q_out.t() @ full @ q_in
+            assert float(got.squared_norms[name][number] - core.square().sum()) == pytest.approx(
                 float(tangent.square().sum()), rel=1e-9
             )
 
