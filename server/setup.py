@@ -22,15 +22,15 @@ from fedlora.simulation.settings import ServerSettings
 from fedlora.training.session import Workbench, build_workbench
 from fedlora.training.starting import starting_payload
 from server.charging import FEDERATION, ServerCharge
+from server.draws import client_sampler, require_client_draws
 from server.evaluation import PublicEvaluator
 from server.folder import RunFolder
 from server.loop import Answers, RoundLoop
 from server.mirror import LedgerMirror
-from server.noise import ServerNoise, sampling_coins
+from server.noise import ServerNoise
 from server.receipts import open_desk
 from server.roster import Roster
 from strategies.fedlora_strategy import FedLoraStrategy, RunFacts
-from strategies.sampling import ClientSampler
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,10 +70,12 @@ def build_server(settings: ServerSettings, grid: Grid) -> Server:
     Raises:
         TooFewRepliesError: if fewer clients than `federation.min_replies` come online in time.
         UnsupportedCombinationError: if the settings cannot go together.
+        SensitivityMismatchError: if clients are not drawn as the accounting claims.
     """
     started = time.perf_counter()
     config = settings.config
     require_trackers(config.tracking)
+    require_client_draws(config)
     bench = settings.bench if settings.bench is not None else build_workbench(config)
     loaded = time.perf_counter()
     roster = _roster(settings, grid)
@@ -172,16 +174,13 @@ def _strategy(
         timeout_seconds=config.federation.round_timeout_seconds,
         compression=config.federation.compression,
     )
-    sampler = ClientSampler(
-        config.federation.clients_per_round, config.run.seed, lambda number: sampling_coins(config, number)
-    )
     simulated = settings.clients is not None or settings.expect is not None
     desk = open_desk(config, settings.run_id, settings.folder, bench.event, simulated=simulated)
     answers = Answers(LedgerMirror(config), desk)
     strategy = FedLoraStrategy(
         facts,
         aggregator,
-        sampler,
+        client_sampler(config),
         starting_payload(bench),
         roster.clients,
         on_reply=answers.note,
