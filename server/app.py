@@ -74,6 +74,7 @@ def _run(grid: Grid, settings: ServerSettings) -> RunResult:
         server.folder.write_environment()
         if settings.resume:
             server.loop.resume()
+        server.trackers.open(server.folder.rounds() if settings.resume else ())
         rounds_started = time.perf_counter()
         status = server.loop.run()
         server.seconds["rounds"] = time.perf_counter() - rounds_started

@@ -151,6 +151,11 @@ class RunFolder:
         else:
             self.metrics_path.unlink(missing_ok=True)
 
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return the lines of `metrics.jsonl`, after `keep_rounds_up_to` those of the rounds that stand."""
+        lines = self.metrics_path.read_text().splitlines() if self.metrics_path.exists() else []
+        return [json.loads(line) for line in lines]
+
     def append(self, record: RoundRecord) -> None:
         """Append one round to `metrics.jsonl`.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from flwr.app import Context
 
 from fedlora.config import load_config
+from fedlora.config.tracking import require_trackers
 from fedlora.simulation.appdir import code_hash
 from fedlora.simulation.clients_ledger import open_clients_ledger
 from fedlora.simulation.counts import write_partition
@@ -34,6 +35,7 @@ def settings_from_context(context: Context) -> ServerSettings:
         return _simulated(context)
     path = config_file(context.run_config, _APP_DIR)
     config = load_config(path, overrides_of(context.run_config), deployment=True)
+    require_trackers(config.tracking)
     prepared = complete(config)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     given = str(context.run_config.get("run-id", ""))

@@ -130,6 +130,7 @@ class ReceiptDesk:
         """Return each account's figures for the run folder."""
         return {
             f"{report.account.client}/{report.account.dataset}": {
+                "client": report.account.client,
                 "epsilon": _plain(report.epsilon),
                 "epsilon_claimed": _plain(report.claimed),
                 "epsilon_from_receipts": _plain(report.recomputed),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,7 +42,7 @@ def check(
     Example: fedlora check run.yaml --static --deployment
     """
     from fedlora.config import config_container, config_hash, load, save_resolved, total_steps
-    from fedlora.report.trackers import check_names
+    from fedlora.config.tracking import check_names, missing_packages
 
     loaded = load(config, overrides or (), overlay or (), deployment=deployment)
     check_names(loaded.config.tracking)
@@ -51,6 +52,11 @@ def check(
         figures.update(more)
     if save:
         save_resolved(resolved, save, loaded.notes)
+    missing = tuple(
+        f"tracking.{key}: its package is not installed here; a run needs pip install 'fedlora[{key}]'"
+        for key in missing_packages(loaded.config.tracking)
+    )
+    loaded = dataclasses.replace(loaded, notes=(*loaded.notes, *missing))
     result: dict[str, Any] = {
         "config_hash": config_hash(resolved),
         "notes": list(loaded.notes),

@@ -100,9 +100,11 @@ def _role(
     from fedlora.cli.serving import ServerRole
     from fedlora.cli.serving_plan import ServerPlan
     from fedlora.config import load
+    from fedlora.config.tracking import require_trackers
     from fedlora.simulation.appdir import find_app_dir
 
     loaded = load(config, overrides or (), overlay or (), deployment=True)
+    require_trackers(loaded.config.tracking)
     for note in (*loaded.notes, *loaded.overridden()):
         _LOG.info("%s", note)
     given_host, given_port = _address(loaded.config.deployment.superlink)

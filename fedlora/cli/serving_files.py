@@ -13,6 +13,7 @@ from typing import Any
 from fedlora import errors
 from fedlora.cli.files import PUBLIC, read_file, require_private, write_file
 from fedlora.config import FedLoraConfig, config_container, config_from_container
+from fedlora.config.tracking import absolute_tracking
 from fedlora.errors import CheckpointError, DeploymentError, FedLoraError
 
 
@@ -53,6 +54,7 @@ def absolute_sources(config: FedLoraConfig) -> FedLoraConfig:
     model = container["model"]
     if Path(model["name_or_path"]).is_dir():
         model["name_or_path"] = str(Path(model["name_or_path"]).resolve())
+    container["tracking"]["mlflow"] = absolute_tracking(container["tracking"]["mlflow"])
     return config_from_container(container, deployment=True)
 
 

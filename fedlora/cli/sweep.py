@@ -66,6 +66,7 @@ def sweep(
 ) -> None:
     """Run a sweep."""
     from fedlora.config import load_config
+    from fedlora.config.tracking import require_trackers
     from fedlora.simulation.clients_ledger import ledger_file
     from fedlora.simulation.sweep import SweepPlan, run_sweep
 
@@ -81,6 +82,7 @@ def sweep(
         overlays=tuple(overlay or ()),
     )
     settings = load_config(config, (), overlay or ())
+    require_trackers(settings.tracking)
 
     def note(result: TrialResult, done: int, total: int) -> None:
         value = result.metrics.get(metric)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from fedlora.accounting.plot import svg
@@ -68,24 +69,35 @@ def epsilon_curves(data: RunData) -> tuple[list[int], dict[str, list[float]]]:
     those with the largest and smallest end and some between are kept.
     """
     rounds = [int(record["round"]) for record in data.rounds if record.get("epsilon_by_client")]
-    by_client: dict[str, list[float]] = {}
+    said: dict[str, list[tuple[int, float]]] = {}
     for place, record in enumerate(r for r in data.rounds if r.get("epsilon_by_client")):
         for client, value in record["epsilon_by_client"].items():
-            if finite_number(value) is not None:
-                curve = by_client.setdefault(client, [0.0] * len(rounds))
-                curve[place:] = [float(value)] * (len(rounds) - place)
-    groups: dict[tuple[float, ...], list[str]] = {}
-    for client, curve in sorted(by_client.items()):
-        groups.setdefault(tuple(curve), []).append(client)
-    ordered = sorted(groups.items(), key=lambda one: (-one[0][-1], one[1]))
+            known = said.setdefault(client, [])
+            if finite_number(value) is not None and (not known or known[-1][1] != value):
+                known.append((place, float(value)))
+    groups: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for client, steps in sorted(said.items()):
+        if steps:
+            groups.setdefault(tuple(steps), []).append(client)
+    ordered = sorted(groups.items(), key=lambda one: (-one[0][-1][1], one[1]))
     if len(ordered) > MOST_CURVES:
         places = {round(i * (len(ordered) - 1) / (MOST_CURVES - 1)) for i in range(MOST_CURVES)}
         ordered = [ordered[i] for i in sorted(places)]
     named = {
-        members[0] if len(members) == 1 else f"{len(members)} clients like {members[0]}": list(curve)
-        for curve, members in ordered
+        members[0] if len(members) == 1 else f"{len(members)} clients like {members[0]}": _held(
+            steps, len(rounds)
+        )
+        for steps, members in ordered
     }
     return rounds, named
+
+
+def _held(steps: Sequence[tuple[int, float]], count: int) -> list[float]:
+    """Return a curve over `count` places from its changes (place, new value); 0 before the first."""
+    curve = [0.0] * steps[0][0]
+    for (place, value), (end, _) in itertools.pairwise([*steps, (count, 0.0)]):
+        curve += [value] * (end - place)
+    return curve
 
 
 def epsilon_chart(data: RunData, title: str = "epsilon per client") -> str:
@@ -176,11 +188,18 @@ def time_split(data: RunData) -> str:
     return f'<div class="bar">{bars}</div>' + grid(("part", "seconds", "share"), rows)
 
 
-def partition(data: RunData) -> str:
-    """Return stacked bars of records per label (simulations only; a real site's counts never leave it)."""
+def partition(data: RunData, shown: Collection[str] | None = None) -> str:
+    """Return stacked bars of records per label (simulations only; a real site's counts never leave it).
+
+    Args:
+        data: the run's files.
+        shown: clients to draw where they are too many; None draws all.
+    """
     if not data.partition:
         return ""
     counts: Mapping[str, Mapping[str, int]] = data.partition.get("clients", data.partition)
+    if shown is not None:
+        counts = {client: row for client, row in counts.items() if client in shown}
     labels = sorted({label for row in counts.values() for label in row})
     totals = {client: sum(row.values()) for client, row in counts.items()}
     largest = max(totals.values(), default=0) or 1

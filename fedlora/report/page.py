@@ -7,18 +7,10 @@ stand there under "derived".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from fedlora.report.conditions import conditions_line
-from fedlora.report.figures import (
-    charts,
-    partition,
-    round_seconds,
-    rounds_table,
-    time_percent,
-    time_split,
-    time_totals,
-)
+from fedlora.report.figures import charts, partition, rounds_table, time_split
 from fedlora.report.html import (
     bounded,
     details,
@@ -32,8 +24,19 @@ from fedlora.report.html import (
     table_of,
     upper,
 )
-from fedlora.report.risks import risk_rows, risks
+from fedlora.report.numbers import client_rows, derived, embedded_data, most_spent, shown_clients
+from fedlora.report.risks import risks
 from fedlora.report.run_data import RunData
+
+BY_RECEIPTS: Final = (
+    "By receipts: what the site's signed receipts imply, rounds that it was asked for and did not answer counted in "
+    "full; its own ledger may say less."
+)
+RUNS_TERMS: Final = (
+    "The budget is that of the run's configuration, less the largest figure of the row. Each site enforces its own, "
+    "which may be smaller and is not told to the server: fedlora budget show at the site says it."
+)
+ALL_FILES: Final = "ledger.json, ledger-mirror.json and partition.json of the run folder have all."
 
 
 def render(data: RunData) -> str:
@@ -49,51 +52,13 @@ def render(data: RunData) -> str:
         section("Where the time went", time_split(data)),
         details("Rounds: who took part, refused or failed", rounds_table(data)),
         _clients(data),
-        partition(data),
+        partition(data, shown_clients(data)),
         _audits(data),
         risks(data),
         details("Configuration", f"<pre>{escape(data.config)}</pre>"),
         details("Environment", table_of(data.environment)),
     ]
     return document(f"fedlora run {data.summary.get('run_id', data.path.name)}", parts, embedded_data(data))
-
-
-def embedded_data(data: RunData) -> dict[str, Any]:
-    """Return the numbers behind the page."""
-    return {
-        "summary": dict(data.summary),
-        "rounds": list(data.rounds),
-        "clients": dict(data.clients),
-        "ledger": dict(data.ledger),
-        "audits": list(data.audits),
-        "partition": data.partition,
-        "specifications": dict(data.specifications),
-        "specification_risks": risk_rows(data),
-        "environment": dict(data.environment),
-        "derived": derived(data),
-    }
-
-
-def derived(data: RunData) -> dict[str, Any]:
-    """Return what the page computes from the run's files.
-
-    Sums over rounds, each client's steps and budget left; of a run that did not end, epsilon so far and what it means.
-    """
-    return {
-        "epsilon": data.epsilon,
-        "statement": dict(data.statement),
-        "bytes_up": sum(int(record.get("bytes_up") or 0) for record in data.rounds),
-        "bytes_down": sum(int(record.get("bytes_down") or 0) for record in data.rounds),
-        "seconds": time_totals(data.rounds),
-        "seconds_percent": time_percent(data.rounds),
-        "seconds_per_round": [round_seconds(record) for record in data.rounds],
-        "refusals": sum(len(record.get("refused") or {}) for record in data.rounds),
-        "failures": sum(len(record.get("failed") or {}) for record in data.rounds),
-        "partition": {
-            c: sum(row.values()) for c, row in ((data.partition or {}).get("clients") or {}).items()
-        },
-        "clients": {str(row[0]): row[1:] for row in client_rows(data)},
-    }
 
 
 def _conditions(data: RunData) -> str:
@@ -166,44 +131,37 @@ def _privacy(data: RunData) -> str:
     return section("What the epsilon means", table_of(rows))
 
 
-def client_rows(data: RunData) -> list[list[Any]]:
-    """Return client, steps, epsilon by its ledger and recomputed, budget and what is left of it.
-
-    What is left comes from the clients' ledger where the run folder has it (simulations), else from the run's terms.
-    """
-    accounts, rows = data.accounts(), []
-    budget = (data.statement.get("budget") or {}).get("epsilon")
-    for client in sorted({*data.clients, *accounts}):
-        entry, account = data.clients.get(client) or {}, accounts.get(client) or {}
-        said = entry.get("epsilon_reported")
-        allowed, left = (account.get("budget") or {}).get("epsilon", budget), account.get("left")
-        if not account and isinstance(allowed, int | float) and isinstance(said, int | float):
-            left = max(0.0, allowed - said)
-        steps = sum(int(one.get("steps") or 0) for one in entry.get("events") or ())
-        spent = account.get("epsilon", said)
-        rows.append([client, steps, spent, entry.get("epsilon_from_events"), allowed, left])
-    return rows
-
-
 def _clients(data: RunData) -> str:
     rows = client_rows(data)
     if not rows:
         return ""
-    whose = (
-        "the server's ledger, of all clients together," if _client_level(data) else "the client's own ledger"
-    )
-    text = (
+    level, told = _client_level(data), not data.accounts()
+    whose = "the server's ledger, of all clients together," if level else "the client's own ledger"
+    notes = [
         f"The reported figure is from {whose} and binds; it may include earlier runs over the same "
         f"data. The recomputed one counts this run's events as the server saw them. Epsilon: {_conditions(data)}."
-    )
-    heads = ("client", "steps", "epsilon, its ledger", "epsilon, recomputed", "budget", "budget left")
-    if _client_level(data):
-        heads = ("account", "rounds", *heads[2:])
-    shown = [
-        [client, steps, upper(said), upper(counted), budget, lower(left)]
-        for client, steps, said, counted, budget, left in rows
     ]
-    return section("Federation" if _client_level(data) else "Clients", note(text) + grid(heads, shown))
+    if data.receipts:
+        notes.append(BY_RECEIPTS)
+    if told:
+        notes.append(RUNS_TERMS)
+    kept, receipts = most_spent(data), data.receipts_by_client()
+    if len(kept) < len(rows):
+        notes.append(
+            f"Shown are {len(kept)} of {len(rows)} clients, those with the largest epsilon; {ALL_FILES}"
+        )
+    heads = ["client", "steps", "epsilon, its ledger", "epsilon, recomputed", "epsilon, by receipts"]
+    heads += ["budget, the run's terms", "left of it"] if told else ["budget", "budget left"]
+    if level:
+        heads[:2] = ["account", "rounds"]
+    shown = [
+        [client, steps, upper(said), upper(counted), upper(receipts.get(client)), budget, lower(left)]
+        for client, steps, said, counted, budget, left in kept
+    ]
+    if not data.receipts:
+        heads, shown = [*heads[:4], *heads[5:]], [[*row[:4], *row[5:]] for row in shown]
+    title = "Federation" if level else "Clients"
+    return section(title, "".join(note(text) for text in notes) + grid(heads, shown))
 
 
 def _audits(data: RunData) -> str:
@@ -230,3 +188,6 @@ def _meaning(audit: Mapping[str, Any]) -> str:
 
 def _told(audit: Mapping[str, Any]) -> dict[str, Any]:
     return {**(audit.get("conditions") or {}), **(audit.get("figures") or {})}
+
+
+__all__ = ["derived", "embedded_data", "render"]

@@ -34,6 +34,7 @@ class RunData:
         audits: `audit*.json`, verdicts of attacks.
         partition: `partition.json` of a simulation: client to records per label, if it was written.
         specifications: `specifications.json`: what the clients paid for specifications, if they did.
+        receipts: `ledger-receipts.json` of a deployment: each account by the sites' signed receipts.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class RunData:
     audits: Sequence[Json]
     partition: Json | None
     specifications: Json = field(default_factory=dict)
+    receipts: Json = field(default_factory=dict)
 
     @cached_property
     def statement(self) -> Json:
@@ -82,6 +84,15 @@ class RunData:
         """Return client to its ledger's account; empty where the run folder has none (deployments)."""
         found = self.ledger.get("accounts") or ()
         return {str((one.get("account") or {}).get("client")): one for one in found}
+
+    def receipts_by_client(self) -> dict[str, Any]:
+        """Return client to what its receipts and unanswered rounds imply, over all its accounts the largest."""
+        found: dict[str, Any] = {}
+        for name, one in self.receipts.items():
+            client, epsilon = str(one.get("client") or name.rpartition("/")[0]), one.get("epsilon")
+            if epsilon is not None and not (client in found and float(found[client]) >= float(epsilon)):
+                found[client] = epsilon
+        return found
 
     def series(self, *keys: str) -> tuple[list[int], list[float]]:
         """Rounds and values of one figure, where it exists; `keys` is a path into the round's record.
@@ -126,6 +137,7 @@ def read_run(path: Path) -> RunData:
         audits=[read(file.name, shapes.AUDIT) for file in sorted(path.glob("audit*.json")) if file.is_file()],
         partition=read("partition.json", shapes.PARTITION) or None,
         specifications=read("specifications.json", shapes.SPECIFICATIONS),
+        receipts=read("ledger-receipts.json", shapes.RECEIPTS),
     )
 
 
@@ -139,13 +151,26 @@ def _rounds(file: Path) -> list[Json]:
     for number, line in enumerate(lines, 1):
         record = object_of(line, f"{file}, line {number}")
         shapes.require(record, shapes.ROUND, f"{file}, line {number}")
-        rounds.append(record)
+        rounds.append(_later(record, rounds, f"{file}, line {number}"))
     try:
         last = object_of(cut, str(file))
     except DataError:
         return rounds
     shapes.require(last, shapes.ROUND, f"{file}, last line")
-    return [*rounds, last]
+    return [*rounds, _later(last, rounds, f"{file}, last line")]
+
+
+def _later(record: Json, rounds: Sequence[Json], place: str) -> Json:
+    """Return a record that comes after all others; a round that stands twice would count twice.
+
+    Raises:
+        DataError: if it does not.
+    """
+    if rounds and record["round"] <= rounds[-1]["round"]:
+        raise DataError(
+            f"{place}: round {record['round']} comes after round {rounds[-1]['round']}; the file is damaged"
+        )
+    return record
 
 
 def _text(file: Path) -> str:

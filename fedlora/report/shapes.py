@@ -81,6 +81,14 @@ _ACCOUNT: Final[Shape] = {
     "conditions": ListOf(TEXT),
 }
 LEDGER: Final[Shape] = {"accounts": ListOf(_ACCOUNT)}
+RECEIPTS: Final[Shape] = MapOf(
+    {
+        **dict.fromkeys(("epsilon", "epsilon_claimed", "epsilon_from_receipts", "delta"), NUMBER),
+        "client": TEXT,
+        "unanswered": ListOf(ANYTHING),
+        "flags": ListOf(MapOf(ANYTHING)),
+    }
+)
 AUDIT: Final[Shape] = {
     **dict.fromkeys(("claimed_epsilon", "lower_bound", "confidence", "power", "delta"), NUMBER),
     "conditions": MapOf(ANYTHING),

@@ -1,7 +1,7 @@
 """Experiment trackers: TensorBoard, MLflow, Weights & Biases, each behind one key of the YAML and one optional extra.
 
-They are sent what `metrics.jsonl` holds anyway: public figures of the rounds, and the meaning of the epsilon beside
-it. A tracker that is asked for and not installed ends the run before it starts; one that fails later is
+They are sent public figures of the rounds out of `metrics.jsonl`, and the meaning of the epsilon beside it. A tracker
+that is asked for and not installed ends the run before it starts; one that fails later, or does not answer in time, is
 dropped with a warning, because a tracker must not cost a run that has spent privacy.
 
 | key | extra | value |
@@ -13,196 +13,134 @@ dropped with a warning, because a tracker must not cost a run that has spent pri
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import math
-import os
-from collections.abc import Callable, Mapping
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from fedlora.config.schema import FedLoraConfig, TrackingConfig
-from fedlora.errors import ConfigError
-from fedlora.report.conditions import conditions_line, conditions_of
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig
+from fedlora.config.tracking import check_names, require_trackers
+from fedlora.report.conditions import conditions_of
+from fedlora.report.tracker_kinds import Figures, MlFlow, Opening, TensorBoard, Tracker, Wandb
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow's own defaults would keep a run waiting for minutes at a server that is gone."""
-_SCHEMES: Final = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-_NOT_IN_PROJECTS: Final = "/\\#?%:"
-_INIT_SECONDS: Final = 30.0
-_MODULES: Final = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+OPENING_SECONDS: Final = 120.0
+PATIENCE_SECONDS: Final = 60.0
+"""Longest wait for a tracker to open its run, and to take a round or end; then it is left out."""
+_SENT: Final = ("asked", "accepted", "epsilon", "residual", "bytes_up", "bytes_down")
+_SENT_GROUPS: Final = ("metrics", "seconds", "diagnostics")
+_SENT_OF_SECRET_DRAWS: Final = ("epsilon", "metrics")
+"""Everything else of a round tells how many clients were drawn."""
+Opener = Callable[[Figures], Tracker]
 
 
-class Tracker(Protocol):
-    """Receives public figures of one run."""
-
-    name: str
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the figures of one round."""
-        ...
-
-    def close(self, status: str) -> None:
-        """End the run."""
-        ...
-
-
-def require_trackers(tracking: TrackingConfig) -> None:
-    """Refuse a tracker whose package is missing or whose name cannot be right, before anything is read or spent.
-
-    Raises:
-        ConfigError: naming the extra to install, or what is wrong with the value.
-    """
-    check_names(tracking)
-    for key, module in _MODULES.items():
-        if getattr(tracking, key) not in (None, False) and importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"tracking.{key}: the package {module!r} is not installed; run pip install 'fedlora[{key}]' or "
-                f"leave the key out"
-            )
-
-
-def check_names(tracking: TrackingConfig) -> None:
-    """Refuse what can be no tracker's address or project, and a password that the run folder would repeat.
-
-    Raises:
-        ConfigError: naming the key and what is allowed.
-    """
-    _check_mlflow(tracking.mlflow)
-    _check_wandb(tracking.wandb)
-
-
-def _check_mlflow(uri: str | None) -> None:
-    if uri is None:
-        return
-    scheme, _, rest = uri.partition("://")
-    if scheme.partition("+")[0].lower() not in _SCHEMES or not rest:
-        raise ConfigError(
-            f"tracking.mlflow: {uri!r} is no tracking URI; allowed are {', '.join(_SCHEMES)} before ://, for example "
-            "sqlite:///mlflow.db (MLflow keeps no plain folders any more)"
-        )
-    if ":" in rest.partition("/")[0].rpartition("@")[0]:
-        raise ConfigError(
-            "tracking.mlflow: the URI holds a password, and the run folder and its report repeat it; set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or ~/.pgpass for PostgreSQL, and leave it out"
-        )
-
-
-def _check_wandb(project: str | None) -> None:
-    if project is None:
-        return
-    if not project.strip() or len(project) > 128 or any(letter in _NOT_IN_PROJECTS for letter in project):
-        raise ConfigError(
-            f"tracking.wandb: {project!r} is no project name; it has 1 to 128 characters and none of {_NOT_IN_PROJECTS}"
-        )
-
-
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+def scalars(record: Mapping[str, Any], *, secret_draws: bool = False) -> dict[str, float]:
     """Return a round record's numbers as flat names: "metrics/accuracy", "epsilon", "seconds/clients".
 
-    Per-client entries stay in the run folder; what is not a finite number is left out.
+    Only fields that are known to be public are taken. Per-client entries stay in the run folder; what is not a finite
+    number is left out.
 
     Args:
         record: one line of `metrics.jsonl`. PUBLIC.
+        secret_draws: who takes part in a round is a secret that the guarantee rests on (`draws_are_secret`).
     """
     found: dict[str, float] = {}
-    for name, value in record.items():
-        if name in ("round", "refused", "failed", "epsilon_by_client"):
+    for name in (*_SENT, *_SENT_GROUPS):
+        if secret_draws and name not in _SENT_OF_SECRET_DRAWS:
             continue
+        value = record.get(name)
         children = value.items() if isinstance(value, Mapping) else ((None, value),)
         for child, one in children:
             if isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one):
                 found[name if child is None else f"{name}/{child}"] = float(one)
-    found["refused"] = float(len(record.get("refused") or {}))
-    found["failed"] = float(len(record.get("failed") or {}))
+    if not secret_draws:
+        found["refused"] = float(len(record.get("refused") or {}))
+        found["failed"] = float(len(record.get("failed") or {}))
     return found
 
 
-class _TensorBoard:
-    name = "tensorboard"
-
-    def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
-        module: Any = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"))
-        self._writer.add_text("epsilon", conditions_line(conditions))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self, status: str) -> None:
-        self._writer.add_text("status", status)
-        self._writer.close()
+def draws_are_secret(config: FedLoraConfig) -> bool:
+    """Return whether the guarantee assumes that only the server sees who takes part: sampled clients, amplified."""
+    privacy, asked = config.privacy, config.federation.clients_per_round
+    return (
+        isinstance(privacy, ClientPrivacy)
+        and privacy.noise_at == "server"
+        and isinstance(asked, float)
+        and asked < 1.0
+    )
 
 
-class _MlFlow:
-    name = "mlflow"
+class _Served:
+    """One tracker on a thread of its own, so that one that hangs cannot hold up the run."""
 
-    def __init__(self, uri: str, run_id: str, project: str, conditions: Mapping[str, Any]) -> None:
-        for name, value in _PATIENCE.items():
-            os.environ.setdefault(name, value)
-        import mlflow
+    def __init__(self, name: str, opener: Opener, earlier: Figures) -> None:
+        """Open it.
 
-        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(project)
-        experiment = self._client.create_experiment(project) if found is None else found.experiment_id
-        self._run: str = self._client.create_run(experiment, run_name=run_id).info.run_id
-        for name, value in conditions.items():
-            self._client.log_param(self._run, name, value)
-        self._client.set_tag(self._run, "epsilon_means", conditions_line(conditions))
+        Raises:
+            Exception: whatever the tracker raises; TimeoutError if it does not answer.
+        """
+        self.name = name
+        self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"tracker-{name}", daemon=True).start()
+        self._tracker: Tracker = self._ask(lambda: opener(earlier), OPENING_SECONDS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
+        """Send one round."""
+        self._ask(lambda: self._tracker.log(step, values), PATIENCE_SECONDS)
 
     def close(self, status: str) -> None:
-        self._client.set_tag(self._run, "status", status)
-        self._client.set_terminated(self._run, "FAILED" if status == "failed" else "FINISHED")
+        """End the tracker's run."""
+        self._ask(lambda: self._tracker.close(status), PATIENCE_SECONDS)
+        self._work.put(None)
 
+    def _ask(self, do: Callable[[], Any], seconds: float) -> Any:
+        self._work.put(do)
+        try:
+            result, error = self._done.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+        if error is not None:
+            raise error
+        return result
 
-class _Wandb:
-    name = "wandb"
-
-    def __init__(self, project: str, run_id: str, folder: Path, conditions: Mapping[str, Any]) -> None:
-        import wandb
-
-        settings = wandb.Settings(
-            console="off",
-            x_disable_stats=True,
-            x_disable_meta=True,
-            save_code=False,
-            init_timeout=_INIT_SECONDS,
-        )
-        self._run: Any = wandb.init(
-            project=project,
-            name=run_id,
-            dir=str(folder),
-            config={**conditions, "epsilon_means": conditions_line(conditions)},
-            settings=settings,
-            reinit="create_new",
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self, status: str) -> None:
-        self._run.summary["status"] = status
-        self._run.finish(exit_code=1 if status == "failed" else 0)
+    def _serve(self) -> None:
+        while (do := self._work.get()) is not None:
+            try:
+                self._done.put((do(), None))
+            except Exception as error:
+                self._done.put((None, error))
 
 
 class Trackers:
-    """All trackers of one run; one that fails is dropped with a warning."""
+    """All trackers of one run; one that fails is dropped with a warning.
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker]]) -> None:
-        """Open each."""
-        self._open: list[Tracker] = []
+    Args:
+        openers: name of each tracker and how it is opened, given the figures of the rounds that a resumed run keeps.
+        secret_draws: who takes part in a round stays at the server.
+    """
+
+    def __init__(self, openers: Mapping[str, Opener], *, secret_draws: bool = False) -> None:
+        """Open nothing yet."""
+        self._openers, self._secret_draws = openers, secret_draws
+        self._open: list[_Served] = []
         self._left_out: dict[str, str] = {}
-        for name, opener in openers.items():
+
+    def open(self, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Open each.
+
+        Args:
+            earlier: lines of `metrics.jsonl` that a resumed run keeps.
+        """
+        figures = {
+            int(record["round"]): scalars(record, secret_draws=self._secret_draws) for record in earlier
+        }
+        for name, opener in self._openers.items():
             try:
-                self._open.append(opener())
+                self._open.append(_Served(name, opener, figures))
             except Exception as error:
                 self._warn(name, error)
 
@@ -221,7 +159,7 @@ class Trackers:
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Send one line of `metrics.jsonl`."""
-        step, values = int(record.get("round") or 0), scalars(record)
+        step, values = int(record.get("round") or 0), scalars(record, secret_draws=self._secret_draws)
         self._each(lambda one: one.log(step, values))
 
     def close(self, status: str) -> None:
@@ -229,7 +167,7 @@ class Trackers:
         self._each(lambda one: one.close(status))
         self._open = []
 
-    def _each(self, do: Callable[[Tracker], None]) -> None:
+    def _each(self, do: Callable[[_Served], None]) -> None:
         kept = []
         for one in self._open:
             try:
@@ -249,7 +187,7 @@ class Trackers:
 
 
 def open_trackers(config: FedLoraConfig, run_id: str, folder: Path) -> Trackers:
-    """Open the trackers that the configuration names.
+    """Return the trackers that the configuration names; `Trackers.open` opens them.
 
     Args:
         config: resolved configuration.
@@ -261,16 +199,27 @@ def open_trackers(config: FedLoraConfig, run_id: str, folder: Path) -> Trackers:
     """
     tracking, conditions = config.tracking, conditions_of(config)
     require_trackers(tracking)
-    openers: dict[str, Callable[[], Tracker]] = {}
+
+    def opening(earlier: Figures) -> Opening:
+        return Opening(run_id, config.run.name, folder, conditions, earlier)
+
+    openers: dict[str, Opener] = {}
     if tracking.tensorboard:
-        openers["tensorboard"] = lambda: _TensorBoard(folder, conditions)
+        openers["tensorboard"] = lambda earlier: TensorBoard(opening(earlier))
     uri, project = tracking.mlflow, tracking.wandb
     if uri:
-        openers["mlflow"] = lambda: _MlFlow(uri, run_id, config.run.name, conditions)
+        openers["mlflow"] = lambda earlier: MlFlow(uri, opening(earlier))
     if project:
-        os.environ.setdefault("WANDB_SILENT", "true")
-        openers["wandb"] = lambda: _Wandb(project, run_id, folder, conditions)
-    return Trackers(openers)
+        openers["wandb"] = lambda earlier: Wandb(project, opening(earlier))
+    return Trackers(openers, secret_draws=draws_are_secret(config))
 
 
-__all__ = ["Tracker", "Trackers", "check_names", "open_trackers", "require_trackers", "scalars"]
+__all__ = [
+    "Tracker",
+    "Trackers",
+    "check_names",
+    "draws_are_secret",
+    "open_trackers",
+    "require_trackers",
+    "scalars",
+]

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedlora.config import load_config
 from fedlora.config.schema import FedLoraConfig
+from fedlora.config.tracking import relative_file, require_trackers
 from fedlora.errors import ConfigError
 
 
@@ -92,6 +93,12 @@ def read_plan(run_config: Mapping[str, Any], flower_run: int, app_dir: Path) -> 
         raise ConfigError(
             "federation.secure_aggregation: needs nodes that stay in one process, which Flower's engine does not "
             "promise; use fedlora simulate, or set it to false"
+        )
+    require_trackers(config.tracking)
+    if relative_file(config.tracking.mlflow):
+        raise ConfigError(
+            f"tracking.mlflow: got {config.tracking.mlflow!r}, relative; Flower's processes run in another folder; "
+            "give sqlite:/// with an absolute path"
         )
     _check_clients_known(config)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(runs)})})

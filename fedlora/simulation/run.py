@@ -18,6 +18,7 @@ from flwr.app import Context, RecordDict
 from fedlora.config import config_container, load_config
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig
+from fedlora.config.tracking import require_trackers
 from fedlora.data import check_records
 from fedlora.errors import CheckpointError, SimulationError
 from fedlora.files import FolderLock, replace_text
@@ -185,9 +186,10 @@ def _federation(config: FedLoraConfig | None, resume: Path | None) -> Federation
         path = resume / "config.yaml"
         if not path.is_file():
             raise CheckpointError(f"resume: {path} is not there; give the folder of an earlier run")
-        return make_federation(load_config(path))
+        config = load_config(path)
     if config is None:
         raise SimulationError("simulate: neither a configuration nor a run to resume was given")
+    require_trackers(config.tracking)
     return make_federation(config)
 
 

@@ -14,10 +14,11 @@ from rich.console import Console
 from simulation_helpers import configuration, metric_lines
 from typer.testing import CliRunner
 
+from fedlora.config import tracking
 from fedlora.config.schema import TrackingConfig
 from fedlora.errors import ConfigError
 from fedlora.figures import at_least
-from fedlora.report import trackers
+from fedlora.report import tracker_kinds, trackers
 from fedlora.report.conditions import conditions_line, conditions_of
 from fedlora.report.diagnostics import RoundDiagnostics, gauge_drift
 from fedlora.report.figures import epsilon_curves
@@ -263,14 +264,14 @@ def test_the_command_shows_conditions_and_writes_the_page(prism_run, capsys):
 
 
 def test_a_missing_package_is_named_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"fedlora\[wandb\]"):
         trackers.require_trackers(TrackingConfig(wandb="demo"))
     trackers.require_trackers(TrackingConfig())
 
 
 def test_a_tracker_that_is_not_installed_ends_the_run_before_it_spends(tiny_world, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     config = configuration(tiny_world, tmp_path, tracking={"mlflow": "sqlite:///none.db"})
     with pytest.raises(ConfigError, match="mlflow"):
         simulate(config, in_process=True)
@@ -297,10 +298,11 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_go_on(caplog):
     good = SimpleNamespace(name="good", log=lambda step, values: seen.append(step), close=seen.append)
     bad = SimpleNamespace(name="bad", log=broken, close=lambda status: None)
 
-    def unopened():
+    def unopened(earlier):
         raise RuntimeError("no server")
 
-    found = trackers.Trackers({"bad": lambda: bad, "good": lambda: good, "gone": unopened})
+    found = trackers.Trackers({"bad": lambda earlier: bad, "good": lambda earlier: good, "gone": unopened})
+    found.open()
     assert found.names == ("bad", "good")
     found.note({"round": 1})
     found.note({"round": 2})
@@ -402,24 +404,26 @@ def test_a_tracker_that_failed_is_a_warning_of_the_run(tiny_world, tmp_path, mon
     def unopened(*arguments):
         raise OSError("no server")
 
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(trackers, "_MlFlow", unopened)
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(trackers, "MlFlow", unopened)
     changes = {"federation": {"rounds": 1}, "tracking": {"mlflow": "http://127.0.0.1:9"}}
     done = simulate(configuration(tiny_world, tmp_path, **changes), in_process=True)
     assert any("tracker mlflow failed (OSError)" in one for one in done.warnings)
     assert "tracker mlflow failed" in render(read_run(done.folder))
 
 
-def test_a_server_that_is_gone_costs_mlflow_seconds_not_minutes(monkeypatch):
+def test_a_server_that_is_gone_costs_mlflow_seconds_not_minutes(monkeypatch, tmp_path):
     import os
 
-    for name in trackers._PATIENCE:
+    wanted = tracker_kinds.PATIENCE | tracker_kinds.SILENCE
+    for name in wanted:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(__import__("sys").modules, "mlflow", SimpleNamespace(MlflowClient=lambda **k: 1 / 0))
+    opening = tracker_kinds.Opening("run", "project", tmp_path, {}, {})
     with pytest.raises(ZeroDivisionError):
-        trackers._MlFlow("http://127.0.0.1:9", "run", "project", {})
-    assert {name: os.environ[name] for name in trackers._PATIENCE} == trackers._PATIENCE
-    for name in trackers._PATIENCE:
+        tracker_kinds.MlFlow("http://127.0.0.1:9", opening)
+    assert {name: os.environ[name] for name in wanted} == wanted
+    for name in wanted:
         monkeypatch.delenv(name)
 
 
