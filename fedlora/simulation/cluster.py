@@ -8,7 +8,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,19 +17,25 @@ from typing import Any, Final
 from fedlora.addresses import host_and_port
 from fedlora.config.schema import RayConfig
 from fedlora.errors import ClusterUnreachableError
-from fedlora.procfs import descendants
 from fedlora.simulation.terminations import kept_handler
-from fedlora.simulation.watch import kill_new_descendants
+from fedlora.simulation.watch import Guard
 
-_CURRENT: Final = Path("/tmp/ray/ray_current_cluster")  # noqa: S108  (Ray's own file)
+_SHORT: Final = "/tmp/ray"  # noqa: S108  (Ray's own default)
+_MAX_FOLDER: Final = 36
+"""Ray's sockets lie some 70 bytes below its folder, and the name of a Unix socket has 107 bytes at most."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connection to Ray; `own` means that this process started it and must stop it."""
+    """A connection to Ray; `own` means that this process made it and must end it.
+
+    Attributes:
+        guard: watches over a Ray that this process started; None where it joined one.
+    """
 
     own: bool
     namespace: str
+    guard: Guard | None = None
 
 
 def probe(address: str, timeout_seconds: float) -> None:
@@ -47,7 +54,7 @@ def probe(address: str, timeout_seconds: float) -> None:
     try:
         with socket.create_connection(parts, timeout=timeout_seconds):
             pass
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # some names cannot even be asked for
         raise ClusterUnreachableError(
             f"ray.address: nothing listens at {address} ({type(error).__name__}); {hint}"
         ) from None
@@ -84,12 +91,24 @@ def resolve_address(address: str) -> str:
     named = os.environ.get("RAY_ADDRESS", "")
     if named and named not in ("auto", "local"):
         return named
+    current = ray_folder() / "ray_current_cluster"
     try:
-        return _CURRENT.read_text().strip()
+        found = current.read_bytes().decode("ascii", "replace").strip()
     except OSError:
         raise ClusterUnreachableError(
             "ray.address: auto found no cluster on this machine; start one with 'ray start --head' or use null"
         ) from None
+    if host_and_port(found) is None:
+        raise ClusterUnreachableError(
+            f"ray.address: auto found no address in {current}; start a cluster with 'ray start --head' or use null"
+        )
+    return found
+
+
+def ray_folder() -> Path:
+    """Return the folder of Ray's sessions and of its address file, as Ray itself chooses it."""
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
+    return Path(_SHORT) if root is None else Path(root) / "ray"
 
 
 def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluster:
@@ -118,28 +137,53 @@ def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluste
         "log_to_driver": False,
         "configure_logging": False,
     }
+    guard = None
     with kept_handler():
         if config.address is None:
-            _start(workers, gpus, options)
+            guard = _start(workers, gpus, options)
         else:
             _join(config, options)
-    return Cluster(own=True, namespace=namespace)
+    return Cluster(own=True, namespace=namespace, guard=guard)
 
 
-def _start(workers: int, gpus: float, options: Mapping[str, Any]) -> None:
+def _start(workers: int, gpus: float, options: Mapping[str, Any]) -> Guard:
     """Start a cluster of our own; where that is interrupted, whatever of it runs already is killed at once.
 
-    Ray itself leaves its agents behind then, which wait a minute and more for their head.
+    Ray itself leaves its agents behind then, which wait a minute and more for their head. The guard is there before
+    the first of them, so that kill -9 of this process leaves none either, at whatever moment.
     """
     import ray
 
-    before = descendants(os.getpid())
+    guard = Guard()
     try:
-        # "local" never reads RAY_ADDRESS or a stale address file.
-        ray.init(address="local", num_cpus=workers, num_gpus=math.ceil(gpus) if gpus > 0 else None, **options)
+        with environment_set(guard.environment):
+            # "local" never reads RAY_ADDRESS or a stale address file.
+            ray.init(
+                address="local",
+                num_cpus=workers,
+                num_gpus=math.ceil(gpus) if gpus > 0 else None,
+                _temp_dir=_SHORT if len(os.fsencode(ray_folder())) > _MAX_FOLDER else None,
+                **options,
+            )
     except BaseException:
-        kill_new_descendants(before)
+        guard.abort()
         raise
+    return guard
+
+
+@contextmanager
+def environment_set(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _join(config: RayConfig, options: dict[str, Any]) -> None:
@@ -162,5 +206,12 @@ def disconnect(cluster: Cluster) -> None:
         return
     import ray
 
-    if ray.is_initialized():
-        ray.shutdown()
+    try:
+        if ray.is_initialized():
+            ray.shutdown()
+    except BaseException:
+        if cluster.guard is not None:
+            cluster.guard.abort()
+        raise
+    if cluster.guard is not None:
+        cluster.guard.close()

@@ -9,14 +9,11 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from fedlora.config.schema import RayConfig
 from fedlora.simulation.actor import NodeHostActor
-from fedlora.simulation.cluster import Cluster, connect, disconnect
-from fedlora.simulation.watch import Watcher
+from fedlora.simulation.cluster import Cluster, connect, disconnect, environment_set
 
 _LOG = logging.getLogger(__name__)
 _THREAD_NAMES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -41,26 +38,16 @@ class Crew:
         self.config, self.threads = config, threads
         self._environment = worker_environment(threads)
         self._hired: list[Any] = []
-        self._watcher: Watcher | None = None
-        with _environment(self._environment):  # our own Ray's processes inherit it
+        with environment_set(self._environment):  # our own Ray's processes inherit it
             self._cluster: Cluster | None = connect(
                 config, threads * workers, config.gpus_per_worker * workers, run_id
             )
         self._inherited = self._cluster.own and config.address is None
         try:
-            self.watch()
             self._idle = [self._hire() for _ in range(workers)]
         except BaseException:
             self.close()
             raise
-
-    def watch(self) -> None:
-        """See to it that what was started up to now ends if this process is killed."""
-        if self._cluster is None or self.config.address is not None:
-            return
-        before, self._watcher = self._watcher, Watcher()
-        if before is not None:
-            before.close()
 
     def take(self) -> Any:
         """Return a worker's handle: one that has been importing, else a new one."""
@@ -97,13 +84,13 @@ class Crew:
             return
         started = time.monotonic()
         ray: Any = importlib.import_module("ray")
-        if ray.is_initialized():
-            for actor in self._hired:
-                ray.kill(actor, no_restart=True)
-        self._hired, self._idle = [], []
-        disconnect(cluster)
-        if self._watcher is not None:
-            self._watcher.close()
+        try:
+            if ray.is_initialized():
+                for actor in self._hired:
+                    ray.kill(actor, no_restart=True)
+            self._hired, self._idle = [], []
+        finally:
+            disconnect(cluster)
         _LOG.debug("workers dismissed in %.1f s", time.monotonic() - started)
 
 
@@ -112,18 +99,3 @@ def worker_environment(threads: int) -> dict[str, str]:
     found = dict.fromkeys(_THREAD_NAMES, str(threads))
     found |= {"TOKENIZERS_PARALLELISM": "false", "FLWR_TELEMETRY_ENABLED": "0"}
     return found | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -18,6 +18,7 @@ import torch
 from fedlora.config.schema import FedLoraConfig
 from fedlora.files import replace_text
 from fedlora.mechanisms.noise import OsNoise
+from fedlora.simulation.machine_memory import free_bytes
 from fedlora.simulation.trim import resident_bytes
 from fedlora.training.cohort import ClientJob, CohortEngine
 from fedlora.training.groups import public_records
@@ -214,26 +215,8 @@ def free_memory_here(workers: int, device: str, gpus_per_worker: float) -> int |
         share = min(1.0, gpus_per_worker) if gpus_per_worker > 0 else 1.0
         free, _ = torch.cuda.mem_get_info()
         return int(_USABLE * free * share)
-    found = [one for one in (_available_bytes(), _cgroup_bytes()) if one is not None]
-    return int(_USABLE * min(found) / workers) if found else None
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-def _cgroup_bytes() -> int | None:
-    """Return what a container's limit leaves (cgroup 2)."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (root / "memory.max").read_text(), (root / "memory.current").read_text()
-        return max(0, int(limit) - int(used))
-    except (OSError, ValueError):  # no limit reads "max"
-        return None
+    here = free_bytes()
+    return None if here is None else int(_USABLE * here / workers)
 
 
 def _model_bytes(bench: Workbench) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,15 @@ from fedlora.errors import FedLoraError, SimulationError
 from fedlora.simulation.crew import Crew
 from fedlora.simulation.grid import MAX_ATTEMPTS, HostedGrid, Pending, agree_on_event, packet_header
 from fedlora.simulation.host import Answered
+from fedlora.simulation.machine_memory import kernel_kills
 from fedlora.simulation.node_spec import NodeSpec, Readiness
 from fedlora.simulation.spending import Spending
 
 _LOG = logging.getLogger(__name__)
 START_SECONDS = 600.0
 """Bound of a worker's start (imports and loading the base model)."""
+MAX_STARTS = 3
+"""A node's worker may die so often while it starts before the run ends."""
 
 
 class RayGrid(HostedGrid):
@@ -52,6 +56,7 @@ class RayGrid(HostedGrid):
         self._crew, self._start_seconds = crew, start_seconds
         self._actors: dict[int, Any] = {}
         self._preparing: dict[int, Any] = {}
+        self._kernel_kills = kernel_kills()
         for spec in specs:
             self._start(spec)
 
@@ -60,32 +65,58 @@ class RayGrid(HostedGrid):
         self._preparing[spec.node_id] = actor.prepare.remote(spec)
 
     def _ensure_ready(self) -> None:
-        import ray
-
         if not self._preparing:
             return
-        references = list(self._preparing.values())
-        try:
-            readiness: list[Readiness] = ray.get(references, timeout=self._start_seconds)
-        except ray.exceptions.GetTimeoutError:
-            raise SimulationError(
-                f"workers: not ready within {self._start_seconds:.0f} s; the cluster may lack free CPUs or GPUs"
-            ) from None
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, FedLoraError) else None
-            if cause is not None:
-                raise cause from None
-            raise SimulationError(f"worker: could not start ({_first_line(error)})") from None
-        except ray.exceptions.RayError as error:
-            raise SimulationError(f"worker: died while starting ({_first_line(error)})") from None
-        self._preparing = {}
-        self._crew.watch()
+        deadline, readiness = time.monotonic() + self._start_seconds, []
+        deaths: dict[int, int] = {}
+        while self._preparing:
+            node_id = next(iter(self._preparing))
+            ready = self._started(node_id, deadline)
+            if ready is not None:
+                del self._preparing[node_id]
+                readiness.append(ready)
+                continue
+            deaths[node_id] = deaths.get(node_id, 0) + 1
+            if deaths[node_id] >= MAX_STARTS:
+                raise SimulationError(
+                    f"node {node_id}: its worker died while starting, {MAX_STARTS} times in a row; memory may be "
+                    "short: lower simulation.workers, or give the machine more"
+                )
+            _LOG.warning("node %s: its worker died while starting; another one is started", node_id)
+            self._replace(node_id)
         event = Event.from_json(agree_on_event(readiness))
         if self._spending.event is not None and self._spending.event.key() != event.key():
             raise SimulationError(
                 "a replaced worker derived another accounting event; stop and check its code"
             )
         self._spending.event = event
+
+    def _started(self, node_id: int, deadline: float) -> Readiness | None:
+        """Wait for one worker; None if it died."""
+        import ray
+
+        try:
+            ready: Readiness = ray.get(
+                self._preparing[node_id], timeout=max(0.0, deadline - time.monotonic())
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise SimulationError(
+                f"workers: not ready within {self._start_seconds:.0f} s; the cluster may lack free CPUs or GPUs"
+            ) from None
+        except (
+            ray.exceptions.RayActorError,
+            ray.exceptions.WorkerCrashedError,
+            ray.exceptions.OutOfMemoryError,
+        ):
+            return None
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, FedLoraError) else None
+            if cause is not None:
+                raise cause from None
+            raise SimulationError(f"worker: could not start ({_first_line(error)})") from None
+        except ray.exceptions.RayError as error:
+            raise SimulationError(f"worker: could not start ({_first_line(error)})") from None
+        return ready
 
     def _submit(self, pending: Pending) -> None:
         node_id = pending.message.metadata.dst_node_id
@@ -120,7 +151,7 @@ class RayGrid(HostedGrid):
             ray.exceptions.OutOfMemoryError,
             ray.exceptions.WorkerCrashedError,
         ) as error:
-            if isinstance(error, ray.exceptions.OutOfMemoryError) or "memory" in str(error).lower():
+            if self._for_memory(error):
                 self._halve(pending, node_id)
             return self._after_death(key, pending, node_id)
         except ray.exceptions.RayError as error:
@@ -129,13 +160,32 @@ class RayGrid(HostedGrid):
         del self._pending[key]
         return self._took(node_id, answered)
 
+    def _for_memory(self, error: Exception) -> bool:
+        """Return whether a worker was killed for its memory, or may have been where that cannot be known.
+
+        Ray's monitor says so. The kernel says nothing: Ray names its killer as one guess among others for every sudden
+        death, so this machine's own count of such kills decides; another machine's is not seen from here.
+        """
+        import ray
+
+        if isinstance(error, ray.exceptions.OutOfMemoryError):
+            return True
+        if "memory" not in str(error).lower():
+            return False
+        before, self._kernel_kills = self._kernel_kills, kernel_kills()
+        if self._crew.config.address is not None or before is None or self._kernel_kills is None:
+            return True
+        return self._kernel_kills > before
+
     def _halve(self, pending: Pending, node_id: int) -> None:
         """A worker that was killed for its memory goes on with half the clients at once."""
         clients = len(packet_header(pending.message).get("clients", ()))
         now = min(self._cohort_of(node_id) or clients, clients)
         self.halved[node_id] = max(1, now // 2)
         _LOG.warning(
-            "node %s: its worker ran out of memory; %d clients at once", node_id, self.halved[node_id]
+            "node %s: its worker was killed for its memory; %d clients at once from now on",
+            node_id,
+            self.halved[node_id],
         )
 
     def _after_death(self, key: str, pending: Pending, node_id: int) -> Message | None:

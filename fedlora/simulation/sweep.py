@@ -194,6 +194,9 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
         return TrialResult(
             trial.name, trial.overrides, trial.seed, "failed", error=f"{type(error).__name__}: {text}"
         )
+    except Exception as error:  # its class alone: messages of foreign errors may quote records
+        _LOG.warning("trial %s: failed (%s)", trial.name, type(error).__name__)
+        return TrialResult(trial.name, trial.overrides, trial.seed, "failed", error=type(error).__name__)
     return TrialResult(
         name=trial.name,
         overrides=trial.overrides,
@@ -217,10 +220,9 @@ def finished_trials(out: Path) -> dict[str, TrialResult]:
     for line in path.read_text().splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+            result = TrialResult(**{**record, "overrides": tuple(record["overrides"])})
+        except (ValueError, TypeError, KeyError):
             continue  # the last line of a killed sweep may be cut
-        record["overrides"] = tuple(record["overrides"])
-        result = TrialResult(**record)
         if result.status != "failed":
             found[result.name] = result
     return found
@@ -311,7 +313,6 @@ def _run_on_ray(
     import ray
 
     from fedlora.simulation.cluster import connect, disconnect
-    from fedlora.simulation.watch import Watcher
 
     (out, shared), (cpus, gpus) = places, share
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
@@ -319,7 +320,6 @@ def _run_on_ray(
     slots = max(1, min(fitting, len(waiting)) if parallel is None else parallel)
     ray_config = load_config(plan.config, (), plan.overlays).simulation.ray
     cluster = connect(ray_config, math.ceil(cpus * slots), gpus * slots, out.name)
-    watcher = Watcher() if ray_config.address is None else None
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     task: Any = ray.remote(run_trial)
     task = task.options(num_cpus=cpus, num_gpus=gpus, max_retries=0, runtime_env={"env_vars": environment})
@@ -335,8 +335,6 @@ def _run_on_ray(
                 note(_result_of(reference, running.pop(reference)))
     finally:
         disconnect(cluster)
-        if watcher is not None:
-            watcher.close()
 
 
 def _result_of(reference: Any, trial: Trial) -> TrialResult:

@@ -1,78 +1,106 @@
 """After kill -9 of the driver nobody stops Ray's own agents, which wait a minute and more for their head.
 
-The watcher is a small process that holds the other end of a pipe. If the pipe closes without a good-bye, the
-driver is dead, and what it had started is killed, each process only if it is still the one that was noted.
+A guard is a small process that is started before Ray is. What Ray starts, at whatever moment and from whatever
+process, inherits a mark in its environment. If the driver dies without a good-bye, the guard kills all that bear
+the mark: there is no list of processes that could be too old, and no moment of the start that is not covered.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
-from fedlora.procfs import descendants, process_start
-
-GRACE_SECONDS: Final = 5
+MARK: Final = "FEDLORA_RAY_OWNER"
+GRACE_SECONDS: Final = 2
 """Time that Ray's processes have to end by themselves."""
+_KEEP_ENVIRONMENT: Final = "SPT_NOENV"
+"""setproctitle's own switch: without it, agents and workers write their titles over what /proc shows of their marks."""
 _BYE: Final = b"bye"
 _PASSES: Final = 20
 _PROGRAM: Final = """
-import os, signal, sys, time
-if sys.stdin.buffer.read() != b"bye":
-    time.sleep(float(sys.argv[1]))
-    for one in sys.argv[2:]:
-        pid, _, begun = one.partition(":")
-        try:
-            with open("/proc/" + pid + "/stat") as stream:
-                if stream.read().rsplit(")", 1)[1].split()[19] == begun:
-                    os.kill(int(pid), signal.SIGKILL)
-        except (OSError, IndexError):
-            pass
+import os, select, signal, sys, time
+mark, parent, grace = sys.argv[1].encode(), int(sys.argv[2]), float(sys.argv[3])
+def bears(pid):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as stream:
+            return mark in stream.read().split(b"\\0")
+    except OSError:
+        return False
+said = b""
+while os.getppid() == parent:
+    if select.select([0], [], [], 1.0)[0]:
+        part = os.read(0, 16)
+        said += part
+        if not part:
+            break
+if said != b"bye":
+    time.sleep(grace)
+    calm, passes = 0, 0
+    while calm < 3 and passes < 300:
+        passes += 1
+        found = [pid for pid in os.listdir("/proc") if pid.isdigit() and bears(pid)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in found:
+                try:
+                    os.kill(int(pid), number)
+                except OSError:
+                    pass
+        calm = 0 if found else calm + 1
+        time.sleep(0.2)
 """
 
 
-def kill_new_descendants(kept: Mapping[int, str]) -> None:
-    """Kill every process below this one but those that are kept (process id to start time).
-
-    Each is stopped before any is killed: none of them can start another, which would lose its parent and stay.
-    """
-    stopped: dict[int, str] = {}
-    for _ in range(_PASSES):
-        found = {pid: begun for pid, begun in descendants(os.getpid()).items() if kept.get(pid) != begun}
-        if found.keys() <= stopped.keys():
-            break
-        for pid, begun in found.items():
-            _signal(pid, begun, signal.SIGSTOP)
-        stopped |= found
-    for pid, begun in stopped.items():
-        _signal(pid, begun, signal.SIGKILL)
-
-
-def _signal(pid: int, begun: str, number: signal.Signals) -> None:
-    if process_start(pid) == begun:
+def marked(mark: str) -> list[int]:
+    """Return the processes whose environment holds a mark ("name=value"); none where there is no /proc."""
+    sought, found = mark.encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            os.kill(pid, number)
+            if sought in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
-class Watcher:
-    """Kills this process's present descendants some seconds after its death; `close` calls it off."""
+class Guard:
+    """Kills what bears its mark some seconds after this process's death; `close` calls it off.
+
+    Attributes:
+        environment: what everything that must end with this process inherits.
+    """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Note the descendants and start watching; does nothing where there is no /proc."""
-        self._process: subprocess.Popen[bytes] | None = None
-        noted = [f"{pid}:{begun}" for pid, begun in sorted(descendants(os.getpid()).items())]
-        if noted:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, str(grace_seconds), *noted],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        """Start watching; where there is no /proc nothing is found and nothing killed."""
+        self._mark = f"{MARK}={secrets.token_hex(16)}"
+        name, value = self._mark.split("=")
+        self.environment = {name: value, _KEEP_ENVIRONMENT: "1"}
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, self._mark, str(os.getpid()), str(grace_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def abort(self) -> None:
+        """Kill what bears the mark, now; the guard looks again a moment later, for what had not begun to run."""
+        for _ in range(_PASSES):
+            found = marked(self._mark)
+            if not found:
+                break
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts nothing meanwhile
+                for pid in found:
+                    with suppress(OSError):
+                        os.kill(pid, number)
+            time.sleep(0.05)
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
 
     def close(self) -> None:
         """Say good-bye; safe to call twice."""

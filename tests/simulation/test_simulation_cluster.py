@@ -72,10 +72,18 @@ def test_a_malformed_address(address: str) -> None:
     assert "host:port" in one_line(error)
 
 
+@pytest.mark.parametrize("host", ["\ufffd\ufffd", "a" * 70, "a..b"])
+def test_a_host_that_cannot_be_asked_for(host: str) -> None:
+    with pytest.raises(ClusterUnreachableError) as error:
+        cluster.probe(f"{host}:6379", 1.0)
+    assert "nothing listens" in one_line(error)
+
+
 def test_a_stale_address_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = tmp_path / "ray_current_cluster"
+    stale = tmp_path / "ray" / "ray_current_cluster"
+    stale.parent.mkdir()
     stale.write_text(f"127.0.0.1:{reserved_port()}\n")
-    monkeypatch.setattr(cluster, "_CURRENT", stale)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterUnreachableError) as error:
         cluster.connect(RayConfig(address="auto"), 1, 0.0, "r")
@@ -83,11 +91,57 @@ def test_a_stale_address_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_without_any_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_CURRENT", tmp_path / "missing")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterUnreachableError) as error:
         cluster.connect(RayConfig(address="auto"), 1, 0.0, "r")
     assert "auto found no cluster" in one_line(error)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xb6\x00\xff", b"session_2026", b"10.0.0.1:0"])
+def test_an_address_file_without_an_address_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """A crash of `ray start` or a full disk leaves such a file."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_bytes(content)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ClusterUnreachableError) as error:
+        cluster.connect(RayConfig(address="auto"), 1, 0.0, "r")
+    assert "auto found no address in" in one_line(error)
+
+
+@pytest.mark.parametrize("name", ["RAY_TMPDIR", "TMPDIR"])
+def test_the_address_file_is_sought_where_ray_puts_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._common.utils import get_ray_address_file
+
+    for variable in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(variable, raising=False)
+    assert str(cluster.ray_folder() / "ray_current_cluster") == get_ray_address_file(None)
+    monkeypatch.setenv(name, "/scratch/tmp")
+    assert str(cluster.ray_folder() / "ray_current_cluster") == get_ray_address_file(None)
+
+
+@pytest.mark.parametrize(("root", "short"), [("/tmp", False), ("/scratch/" + "a" * 60, True)])
+def test_a_long_folder_for_temporary_files_is_not_given_to_rays_sockets(
+    root: str, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a Unix socket has 107 bytes at most; batch systems set longer folders."""
+    import ray
+
+    given: list[object] = []
+
+    def broken(**options: object) -> None:
+        given.append(options["_temp_dir"])
+        raise RuntimeError("no")
+
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", root)
+    monkeypatch.setattr(ray, "init", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        cluster._start(1, 0.0, {})
+    assert given == ["/tmp/ray" if short else None]
 
 
 def test_auto_reads_the_environment_first(monkeypatch: pytest.MonkeyPatch) -> None:

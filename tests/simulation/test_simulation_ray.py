@@ -15,7 +15,7 @@ import pytest
 import yaml
 from simulation_helpers import configuration, container, metric_lines
 
-from fedlora.cli.processes import descendants
+from fedlora.procfs import descendants
 from fedlora.simulation.run import simulate
 from fedlora.simulation.settings import RoundRecord
 
@@ -67,6 +67,7 @@ def test_a_killed_worker_is_replaced_and_the_run_is_unchanged(world: Path, tmp_p
     assert [line["accepted"] for line in metric_lines(part.folder)[1:]] == [4, 4, 4, 4]
     assert adapters(part.folder) == adapters(whole.folder)
     assert part.epsilon == whole.epsilon
+    assert part.memory["halved"] == {}, "it was not killed for its memory"
 
 
 SCRIPT = """

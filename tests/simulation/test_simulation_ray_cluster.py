@@ -17,8 +17,8 @@ import pytest
 import yaml
 from simulation_helpers import configuration, container, metric_lines
 
-from fedlora.cli.processes import descendants
 from fedlora.ledger import load_secret, open_ledger
+from fedlora.procfs import descendants
 from fedlora.simulation.run import simulate
 from fedlora.simulation.settings import RoundRecord
 from fedlora.simulation.sweep import SweepPlan, finished_trials, plan_trials, run_sweep

@@ -17,7 +17,7 @@ from simulation_helpers import configuration, metric_lines
 from fedlora.collector import held_collector
 from fedlora.errors import ConfigError, DataError
 from fedlora.ledger import load_secret, open_ledger
-from fedlora.simulation import crew
+from fedlora.simulation import cluster, crew
 from fedlora.simulation.grid import InProcessGrid
 from fedlora.simulation.run import simulate
 from fedlora.simulation.settings import RoundRecord
@@ -148,7 +148,7 @@ def test_a_worker_imports_nothing_heavy_before_its_collector_is_held() -> None:
 def test_the_workers_environment_is_this_process_s_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
-    with crew._environment(crew.worker_environment(2)):
+    with cluster.environment_set(crew.worker_environment(2)):
         assert os.environ["OMP_NUM_THREADS"] == os.environ["RAYON_NUM_THREADS"] == "2"
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert "RAYON_NUM_THREADS" not in os.environ

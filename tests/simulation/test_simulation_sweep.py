@@ -15,7 +15,14 @@ from fedlora.accounting import PoissonGaussianEvent, epsilon_of
 from fedlora.cli.sweep import parse_grid, parse_ranges, parse_seeds
 from fedlora.errors import ConfigError
 from fedlora.simulation.settings import RoundRecord
-from fedlora.simulation.sweep import MedianRule, SweepPlan, TrialResult, plan_trials, run_sweep
+from fedlora.simulation.sweep import (
+    MedianRule,
+    SweepPlan,
+    TrialResult,
+    finished_trials,
+    plan_trials,
+    run_sweep,
+)
 from fedlora.simulation.sweep_report import plot_svg, points, table_csv, table_text
 
 
@@ -95,6 +102,37 @@ def test_a_failing_trial_is_a_result(world: Path, tmp_path: Path) -> None:
     results = run_sweep(plan, tmp_path / "sweep", in_process=True)
     assert [one.status for one in results] == ["finished", "failed"]
     assert "ConfigError" in results[1].error
+
+
+def test_a_trial_that_fails_by_a_foreign_error_is_a_result_without_its_text(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of foreign errors may quote records; the trials after it still run."""
+    from fedlora.simulation import run
+
+    plain, left = run.simulate, [RuntimeError("private words"), MemoryError("private words")]
+
+    def broken(*values: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return plain(*values, **options)
+
+    monkeypatch.setattr(run, "simulate", broken)
+    results = run_sweep(
+        SweepPlan(write_config(world, tmp_path), seeds=(1, 2, 3)), tmp_path / "sweep", in_process=True
+    )
+    assert [(one.status, one.error) for one in results] == [
+        ("failed", "RuntimeError"), ("failed", "MemoryError"), ("finished", ""),
+    ]  # fmt: skip
+    assert "private" not in (tmp_path / "sweep" / "trials.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "line", ["12", "[]", "null", '{"name": "x"}', '{"overrides": 3}', '{"name": "a", "over']
+)
+def test_a_damaged_line_of_a_sweep_is_no_finished_trial(tmp_path: Path, line: str) -> None:
+    (tmp_path / "trials.jsonl").write_text(line + "\n")
+    assert finished_trials(tmp_path) == {}
 
 
 def test_another_sweep_does_not_go_on_in_the_same_folder(world: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""The watcher ends what a killed process leaves behind, and nothing after a good-bye."""
+"""The guard ends what bears its mark once its process is dead, and nothing else; nothing after a good-bye."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,16 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.simulation.watch import Watcher, descendants
+from fedlora.procfs import descendants
+from fedlora.simulation import cluster
+from fedlora.simulation.watch import Guard, marked
 
 PARENT = """
-import subprocess, sys, time
-from fedlora.simulation.watch import Watcher
-child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-watcher = Watcher(0.2)
+import os, subprocess, sys, time
+from fedlora.simulation.watch import Guard
+foreign = subprocess.Popen(["sleep", "600"], start_new_session=True)
+guard = Guard(0.2)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, **guard.environment})
 if sys.argv[1] == "bye":
-    watcher.close()
-print(child.pid, flush=True)
+    guard.close()
+if sys.argv[1] == "forked" and os.fork() == 0:
+    time.sleep(600)
+print(child.pid, foreign.pid, flush=True)
 time.sleep(600)
 """
 
@@ -31,31 +37,57 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("bye", [True, False])
-def test_h32_children_of_a_killed_process_end_unless_the_watcher_was_called_off(bye: bool) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, "bye" if bye else "watch"], stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + (1.5 if bye else 120.0)
-    while alive(child) and time.monotonic() < deadline:
+def gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert alive(child) == bye
-    if bye:
-        os.kill(child, 9)
+    return not alive(pid)
 
 
-def test_a_watcher_leaves_no_process_of_its_own() -> None:
+@pytest.mark.parametrize("how", ["bye", "killed", "forked"])
+def test_h32_children_of_a_killed_process_end_unless_the_guard_was_called_off(how: str) -> None:
+    """A forked child that lives on holds the guard's pipe open; the guard sees its parent's death all the same."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, how], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child, foreign = (int(one) for one in parent.stdout.readline().split())
+    left = set(descendants(parent.pid)) - {child}
+    try:
+        parent.kill()
+        parent.wait()
+        assert gone(child, 1.5 if how == "bye" else 60.0) == (how != "bye")
+        assert alive(foreign), "what bears no mark is none of the guard's"
+    finally:
+        for pid in {child, *left}:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_h32_what_starts_while_its_owner_dies_ends_too(tmp_path: Path) -> None:
+    """A daemon of a daemon, begun after the owner's death, has no living ancestor that anybody could have noted."""
+    script = f"""
+import os, subprocess, sys, time
+from fedlora.simulation.watch import Guard
+guard = Guard(0.5)
+late = "(sleep 0.3; setsid sh -c 'echo $$ > {tmp_path}/late; exec sleep 600') &"
+subprocess.Popen(["sh", "-c", late], start_new_session=True, env={{**os.environ, **guard.environment}})
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "late").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(int((tmp_path / "late").read_text()), 60.0)
+
+
+def test_a_guard_leaves_no_process_of_its_own() -> None:
     before = set(descendants(os.getpid()))  # another test's may be on their way out
     child = subprocess.Popen(["sleep", "600"])
     try:
-        watcher = Watcher()
-        assert child.pid in descendants(os.getpid())
-        watcher.close()
-        watcher.close()
+        guard = Guard()
+        assert len(set(descendants(os.getpid())) - before) == 2
+        guard.close()
+        guard.close()
         assert set(descendants(os.getpid())) - before == {child.pid}
         assert child.poll() is None
     finally:
@@ -71,25 +103,45 @@ time.sleep(600)
 
 
 def test_what_an_interrupted_start_leaves_is_killed_and_what_was_there_stays() -> None:
-    script = f"""
-import os, subprocess, sys, time
-from fedlora.procfs import descendants
-from fedlora.simulation.watch import kill_new_descendants
-old = subprocess.Popen(["sleep", "600"])
-kept = descendants(os.getpid())
-new = subprocess.Popen([sys.executable, "-c", {FAMILY!r}])
-while len(descendants(os.getpid())) < 4:
-    time.sleep(0.05)
-kill_new_descendants(kept)
-new.wait()
-left = descendants(os.getpid())
-while len(left) > 1:
-    time.sleep(0.05)
-    left = descendants(os.getpid())
-print(list(left) == [old.pid])
-old.kill()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "True"
+    old = subprocess.Popen(["sleep", "600"])
+    guard = Guard(0.1)
+    new = subprocess.Popen([sys.executable, "-c", FAMILY], env={**os.environ, **guard.environment})
+    (mark,) = [f"{name}={value}" for name, value in guard.environment.items() if name.startswith("FEDLORA")]
+    try:
+        while len(marked(mark)) < 3:
+            time.sleep(0.05)
+        guard.abort()
+        assert marked(mark) == []
+        assert new.wait(timeout=10) == -signal.SIGKILL
+        assert old.poll() is None
+    finally:
+        old.kill()
+        old.wait()
+
+
+def test_what_ray_starts_inherits_the_mark_and_the_guard_is_there_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a start that fails leaves neither marks in this process's environment nor a guard that waits."""
+    import ray
+
+    seen: list[tuple[str | None, str | None, int]] = []
+    before = set(descendants(os.getpid()))
+
+    def broken(**options: object) -> None:
+        new = set(descendants(os.getpid())) - before
+        seen.append((os.environ.get("FEDLORA_RAY_OWNER"), os.environ.get("SPT_NOENV"), len(new)))
+        raise RuntimeError("no port")
+
+    monkeypatch.setattr(ray, "init", broken)
+    with pytest.raises(RuntimeError, match="no port"):
+        cluster._start(1, 0.0, {})
+    ((owner, keep, guards),) = seen
+    assert owner is not None
+    assert len(owner) == 32
+    assert (keep, guards) == ("1", 1)
+    assert "FEDLORA_RAY_OWNER" not in os.environ
+    deadline = time.monotonic() + 30
+    while set(descendants(os.getpid())) - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not set(descendants(os.getpid())) - before
