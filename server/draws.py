@@ -76,7 +76,7 @@ def check_client_draws(
     told = again.size * np.log1p(-2.0 * rate * (1.0 - rate)) < np.log(
         CHANCE / 2
     )  # that two are alike by chance
-    if (told and np.array_equal(again, times["many"])) or not make(config).coins(1).private:
+    if (told and np.array_equal(again, times["many"][: len(again)])) or not make(config).coins(1).private:
         found.append("coins are seeded")
     if any((asked > 1).any() for asked in times.values()):
         found.append("a client is asked twice in a round")
