@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedlora.cli.common import JsonOption, OverlayOption, OverridesArgument, emit
 from fedlora.collector import held_collector
-from fedlora.errors import BudgetExceededError, ConfigError
+from fedlora.errors import BudgetExceededError, ConfigError, FedLoraError
 from fedlora.figures import at_least
 from fedlora.files import replace_text
 from fedlora.simulation.settings import RoundRecord, RunResult
@@ -104,7 +104,7 @@ def run_simulation(
     shown = settings if settings is not None else _config_of(resume)
     total = 1 if shown is None else shown.federation.rounds
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    with progress_display(total, quiet=quiet, config=shown) as note:
+    with progress_display(total, quiet=quiet, config=shown, resume=resume) as note:
         result = start(
             settings,
             resume=resume,
@@ -158,13 +158,16 @@ def headline(record: RoundRecord) -> str:
 
 
 @contextmanager
-def progress_display(rounds: int, *, quiet: bool, config: FedLoraConfig | None = None) -> Iterator[Any]:
+def progress_display(
+    rounds: int, *, quiet: bool, config: FedLoraConfig | None = None, resume: Path | None = None
+) -> Iterator[Any]:
     """Show rounds on stderr: a live view on a terminal, a line per evaluated round elsewhere.
 
     Args:
         rounds: rounds of the whole run.
         quiet: show nothing.
         config: says what the epsilon means; its noise multiplier may still be open.
+        resume: folder of the run that goes on; a live view begins with its rounds.
     """
     if quiet:
         yield None
@@ -179,12 +182,24 @@ def progress_display(rounds: int, *, quiet: bool, config: FedLoraConfig | None =
             sys.stderr.write(f"epsilon: {conditions_line(conditions)}\n")
         yield _print_round
         return
-    with LiveView(console, rounds, conditions) as view:
+    with LiveView(console, rounds, conditions, _rounds_of(resume)) as view:
 
         def note(record: RoundRecord) -> None:
             view.note(vars(record))
 
         yield note
+
+
+def _rounds_of(resume: Path | None) -> Sequence[Mapping[str, Any]]:
+    """Return the rounds that a resumed run has behind it; none where its files cannot be read, which it says itself."""
+    from fedlora.report.run_data import read_run
+
+    if resume is None:
+        return ()
+    try:
+        return read_run(resume).rounds
+    except (FedLoraError, OSError):
+        return ()
 
 
 def _print_round(record: RoundRecord) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -31,52 +33,88 @@ class LiveView:
         console: where to draw.
         rounds: rounds of the whole run.
         conditions: what the run's epsilon means (`conditions_of`), None before it is known.
+        earlier: records of the rounds that a resumed run has behind it.
     """
 
-    def __init__(self, console: Console, rounds: int, conditions: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        rounds: int,
+        conditions: Mapping[str, Any] | None,
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Draw nothing yet."""
         self._console, self._total, self._conditions = console, rounds, conditions
         self._records: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
         self._metrics: Mapping[str, float] = {}
         self._epsilon: float | None = None
-        self._refused = self._failed = self._round = 0
+        self._round = 0
+        self._unused: dict[int, tuple[int, int]] = {}
         self._started = time.monotonic()
+        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
+        for record in earlier:
+            self._take(record)
         self._live = Live(self.view(), console=console, refresh_per_second=2, transient=False)
 
     def __enter__(self) -> LiveView:
-        """Start drawing."""
+        """Start drawing; what is logged from here goes above the view instead of into it."""
+        real = (sys.stderr, sys.stdout)
         self._live.__enter__()
+        for handler in _stream_handlers():
+            if handler.stream in real:
+                self._streams.append((handler, handler.stream))
+                handler.setStream(sys.stderr if handler.stream is real[0] else sys.stdout)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the last view on the terminal."""
+        for handler, stream in self._streams:
+            handler.setStream(stream)
+        self._streams = []
         self._live.update(self.view())
         self._live.__exit__(kind, error, trace)
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Take one round (a line of `metrics.jsonl`)."""
+        self._take(record)
+        self._live.update(self.view())
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        """Take one round in; one that a resumed run trains anew replaces what was known of it and of later ones."""
+        self._round = int(record.get("round") or 0)
+        while self._records and int(self._records[-1].get("round") or 0) >= self._round:
+            self._records.pop()
+        self._unused = {number: one for number, one in self._unused.items() if number < self._round}
         self._records.append(record)
         self._metrics = record.get("metrics") or self._metrics
         epsilon = record.get("epsilon")
         self._epsilon = self._epsilon if epsilon is None else epsilon
-        self._refused += len(record.get("refused") or {})
-        self._failed += len(record.get("failed") or {})
-        self._round = int(record.get("round") or 0)
-        self._live.update(self.view())
+        unused = len(record.get("refused") or {}), len(record.get("failed") or {})
+        if any(unused):
+            self._unused[self._round] = unused
 
     def view(self) -> RenderableType:
         """Return what is on the screen now."""
-        return Group(self._head(), self._table(), self._means())
+        head, means = self._head(), self._means()
+        return Group(head, self._table(self._room(head, means)), means)
+
+    def _room(self, *others: RenderableType) -> int:
+        """Return how many rounds a terminal can show beside the rest: what epsilon means is never cut off."""
+        if not self._console.is_terminal:
+            return RECENT
+        taken = sum(len(self._console.render_lines(one, pad=False)) for one in others)
+        return max(1, min(RECENT, self._console.height - taken - 2))
 
     def _head(self) -> RenderableType:
         shown = [f"round {self._round}/{self._total}"]
         shown += [f"{name} {self._metrics[name]:.4f}" for name in _FIRST if name in self._metrics]
         if self._epsilon is not None:
             shown.append(f"epsilon {at_least(self._epsilon)}")
-        if self._refused or self._failed:
-            shown.append(f"{self._refused} refusals, {self._failed} failures")
+        if self._unused:
+            refused, failed = (sum(one) for one in zip(*self._unused.values(), strict=True))
+            shown.append(f"{refused} refusals, {failed} failures")
         if self._console.width < WIDE:
             return Text(", ".join(shown))
         grid = Table.grid(padding=(0, 2))
@@ -86,16 +124,17 @@ class LiveView:
         )
         return grid
 
-    def _table(self) -> RenderableType:
+    def _table(self, room: int) -> RenderableType:
         if not self._records:
             return Text("starting", style="dim")
-        names = [name for name in _FIRST if any(name in (one.get("metrics") or {}) for one in self._records)]
+        records = list(self._records)[-room:]
+        names = [name for name in _FIRST if any(name in (one.get("metrics") or {}) for one in records)]
         table = Table(box=None, pad_edge=False, header_style="dim")
         heads = ("round", "clients", *names, "epsilon", "residual", "MB up", "seconds", "not used")
         kept = [place for place, head in enumerate(heads) if self._fits(head, names)]
         for place in kept:
             table.add_column(heads[place], justify="left" if heads[place] == "not used" else "right")
-        for one in self._records:
+        for one in records:
             cells = _row(one, names)
             table.add_row(*(Text(printable(cells[place])) for place in kept))  # names are no markup
         return table
@@ -112,6 +151,13 @@ class LiveView:
         if self._conditions is None:
             return Text("")
         return Text(f"epsilon: {conditions_line(self._conditions)}", style="dim")
+
+
+def _stream_handlers() -> list[logging.StreamHandler[Any]]:
+    """Return every handler of this process that writes to a stream; files are streams of their own."""
+    loggers = [logging.getLogger(), *(one for one in logging.Logger.manager.loggerDict.values())]
+    handlers = [handler for one in loggers if isinstance(one, logging.Logger) for handler in one.handlers]
+    return list(dict.fromkeys(one for one in handlers if isinstance(one, logging.StreamHandler)))
 
 
 def _row(record: Mapping[str, Any], names: list[str]) -> list[str]:

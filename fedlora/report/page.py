@@ -50,7 +50,7 @@ def render(data: RunData) -> str:
         _privacy(data),
         charts(data, _conditions(data), "epsilon" if _client_level(data) else "epsilon per client"),
         section("Where the time went", time_split(data)),
-        details("Rounds: who took part, refused or failed", rounds_table(data)),
+        _rounds(data),
         _clients(data),
         partition(data, shown_clients(data)),
         _audits(data),
@@ -129,6 +129,12 @@ def _privacy(data: RunData) -> str:
     if conditions:
         rows["conditions of the ledger"] = conditions
     return section("What the epsilon means", table_of(rows))
+
+
+def _rounds(data: RunData) -> str:
+    table = rounds_table(data)
+    means = note(f"Epsilon: {_conditions(data)}.") if "epsilon" in table else ""  # in a refusal's words
+    return details("Rounds: who took part, refused or failed", means + table)
 
 
 def _clients(data: RunData) -> str:

@@ -26,11 +26,12 @@ PATIENCE: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_
 """MLflow's own defaults would keep a run waiting for minutes at a server that is gone."""
 SILENCE: Final = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "DO_NOT_TRACK": "true",
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
 }
-"""What keeps the trackers' packages from reporting to their makers."""
+"""What keeps the trackers' packages from reporting to their makers, and off a command's standard output."""
 MEMORY: Final = "trackers.json"
 SUPERSEDED: Final = "superseded: the run went on from an earlier round"
 _INIT_SECONDS: Final = 30.0
