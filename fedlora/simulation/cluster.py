@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -16,11 +17,12 @@ from typing import Any, Final
 
 from fedlora.addresses import host_and_port
 from fedlora.config.schema import RayConfig
-from fedlora.errors import ClusterUnreachableError
+from fedlora.errors import ClusterUnreachableError, SimulationError
 from fedlora.simulation.terminations import kept_handler
 from fedlora.simulation.watch import Guard
 
 _SHORT: Final = "/tmp/ray"  # noqa: S108  (Ray's own default)
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (Ray's object store)
 _MAX_FOLDER: Final = 36
 """Ray's sockets lie some 70 bytes below its folder, and the name of a Unix socket has 107 bytes at most."""
 
@@ -162,13 +164,38 @@ def _start(workers: int, gpus: float, options: Mapping[str, Any]) -> Guard:
                 address="local",
                 num_cpus=workers,
                 num_gpus=math.ceil(gpus) if gpus > 0 else None,
-                _temp_dir=_SHORT if len(os.fsencode(ray_folder())) > _MAX_FOLDER else None,
+                _temp_dir=_SHORT if _is_long(ray_folder()) else None,
                 **options,
             )
-    except BaseException:
+    except BaseException as error:
         guard.abort()
-        raise
+        if isinstance(error, OSError) or not isinstance(error, Exception):
+            raise
+        raise _not_started(error) from error
     return guard
+
+
+def _not_started(error: Exception) -> SimulationError:
+    """Say where Ray may lack room: its own text names neither a full disk nor shared memory that is not writable."""
+    places = (_place(Path(_SHORT) if _is_long(ray_folder()) else ray_folder()), _place(_SHARED_MEMORY))
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return SimulationError(
+        f"Ray could not start on this machine ({text.rstrip('.')}); it needs room in {' and '.join(places)}"
+    )
+
+
+def _place(folder: Path) -> str:
+    """Name a folder, with what is free on its disk and whether it can be written."""
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    try:
+        free = shutil.disk_usage(there).free // 10**6
+    except OSError:
+        return str(folder)
+    return f"{folder} ({free} MB free{'' if os.access(there, os.W_OK) else ', read-only'})"
+
+
+def _is_long(folder: Path) -> bool:
+    return len(os.fsencode(folder)) > _MAX_FOLDER
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from ports import reserved_port
 
 from fedlora.config.schema import RayConfig
-from fedlora.errors import ClusterUnreachableError
+from fedlora.errors import ClusterUnreachableError, SimulationError
 from fedlora.simulation import cluster
 
 
@@ -139,9 +139,31 @@ def test_a_long_folder_for_temporary_files_is_not_given_to_rays_sockets(
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", root)
     monkeypatch.setattr(ray, "init", broken)
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(SimulationError):
         cluster._start(1, 0.0, {})
     assert given == ["/tmp/ray" if short else None]
+
+
+def test_a_start_that_fails_is_one_line_that_says_where_ray_needs_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray says only that the node timed out where its disk is full or /dev/shm cannot be written."""
+    import ray
+
+    def broken(**options: object) -> None:
+        raise Exception("The current node timed out during startup. This could\nhappen")
+
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ray, "init", broken)
+    with pytest.raises(SimulationError) as error:
+        cluster._start(1, 0.0, {})
+    text = str(error.value)
+    assert "\n" not in text
+    assert "timed out during startup" in text
+    assert "/tmp/ray (" in text
+    assert "/dev/shm (" in text
+    assert "MB free" in text
 
 
 def test_auto_reads_the_environment_first(monkeypatch: pytest.MonkeyPatch) -> None:

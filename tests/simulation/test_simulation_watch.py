@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.errors import SimulationError
 from fedlora.procfs import descendants
 from fedlora.simulation import cluster
 from fedlora.simulation.watch import Guard, marked
@@ -134,7 +135,7 @@ def test_what_ray_starts_inherits_the_mark_and_the_guard_is_there_first(
         raise RuntimeError("no port")
 
     monkeypatch.setattr(ray, "init", broken)
-    with pytest.raises(RuntimeError, match="no port"):
+    with pytest.raises(SimulationError, match="no port"):
         cluster._start(1, 0.0, {})
     ((owner, keep, guards),) = seen
     assert owner is not None
