@@ -9,7 +9,7 @@ import numpy as np
 
 from fedlora.accounting.plot import svg
 from fedlora.report.conditions import conditions_line
-from fedlora.report.html import document, grid, note, section, upper
+from fedlora.report.html import document, grid, note, section, upper, visible
 from fedlora.report.run_data import RunData
 
 _TAKEN: Final = (
@@ -85,14 +85,14 @@ def _curves(runs: Sequence[RunData], rows: Sequence[dict[str, Any]]) -> str:
         x = sorted({one for rounds, _ in found for one in rounds})
         if len(x) < 2:
             continue
-        curves = {}
+        curves, name = {}, visible(metric)
         for place, (row, (rounds, values)) in enumerate(zip(rows, found, strict=True), 1):
             line = (
                 np.interp(x, rounds, values, left=np.nan, right=np.nan) if rounds else np.full(len(x), np.nan)
             )
-            curves[f"{place}: {row['run']}"] = line.tolist()
+            curves[f"{place}: {visible(str(row['run']))}"] = line.tolist()
         drawn.append(
-            svg(metric, "round", [float(one) for one in x], curves, y_label=metric, signed=_signed(curves))
+            svg(name, "round", [float(one) for one in x], curves, y_label=name, signed=_signed(curves))
         )
     return section("Over rounds", f'<div class="charts">{"".join(drawn)}</div>') if drawn else ""
 

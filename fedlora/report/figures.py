@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from fedlora.accounting.plot import svg
-from fedlora.report.html import SHADES, escape, grid, note, section, slice_of
+from fedlora.report.html import SHADES, escape, grid, note, section, slice_of, visible
 from fedlora.report.run_data import RunData
 from fedlora.report.shapes import finite_number
 
@@ -46,7 +46,8 @@ def charts(data: RunData, conditions: str, title_of_epsilon: str = "epsilon per 
         x, y = data.series(*keys)
         if len(x) > 1 and any(value != y[0] for value in y[1:]):
             at = [float(one) for one in x]
-            chart = svg(title, "round", at, {title: y}, y_label=label, signed=min(y) <= 0.0)
+            name = visible(title)
+            chart = svg(name, "round", at, {name: y}, y_label=visible(label), signed=min(y) <= 0.0)
             drawn.append(f"<figure>{chart}</figure>")
         elif x:
             constant.append((title, int(y[0]) if y[0].is_integer() else y[0]))
@@ -108,7 +109,8 @@ def epsilon_chart(data: RunData, title: str = "epsilon per client") -> str:
         curves = {"epsilon": largest} if len(x) > 1 else {}
     if len(x) < 2:
         return ""
-    return svg(title, "round", [float(one) for one in x], curves, y_label="epsilon")
+    shown = {visible(name): curve for name, curve in curves.items()}
+    return svg(title, "round", [float(one) for one in x], shown, y_label="epsilon")
 
 
 def rounds_table(data: RunData) -> str:

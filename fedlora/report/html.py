@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.92rem}th,td{text-align:left;padding:4px 10px 4px 0;
 border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px}
-.card b{display:block;font-size:1.35rem}
+.card b{display:block;font-size:1.35rem}.card{overflow-wrap:anywhere}
 .card{background:var(--tint);border-radius:8px;padding:10px}.soft{color:var(--soft)}.bad{color:var(--bad);font-weight:600}
 .good{color:var(--good);font-weight:600}svg{max-width:100%;height:auto}figure{margin:0}
 figcaption{font-size:.82rem;color:var(--soft)}.charts svg text{font-size:19px}pre{overflow-x:auto;font-size:.82rem}
@@ -38,6 +39,9 @@ SHADES: Final = (
     "#d17ba0",
     "#7a7a2c",
     "#9aa7b1",
+)
+_HIDDEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 )
 VERDICT_CLASS: Final = {"passed": "good", "failed": "bad"}
 
@@ -67,9 +71,21 @@ def bounded(name: str, value: Any) -> Any:
     return upper(value) if "epsilon" in name else value
 
 
+def visible(text: str) -> str:
+    r"""Return foreign text in which nothing hides or turns around what is written beside it.
+
+    Control characters and those that change the direction of writing become U+FFFD; line ends and tabs stay.
+
+    Example:
+        >>> visible("site\u202e1\x00") == "site\ufffd1\ufffd"
+        True
+    """
+    return _HIDDEN.sub("\ufffd", text)
+
+
 def escape(value: Any) -> str:
     """Return text that cannot become markup."""
-    return html.escape(str(value))
+    return html.escape(visible(str(value)))
 
 
 def number(value: Any, digits: int = 4) -> str:

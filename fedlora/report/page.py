@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedlora.report.conditions import conditions_line
+from fedlora.report.embedded import client_rows, derived, embedded_data, most_spent, shown_clients
 from fedlora.report.figures import charts, partition, rounds_table, time_split
 from fedlora.report.html import (
     bounded,
@@ -24,7 +25,6 @@ from fedlora.report.html import (
     table_of,
     upper,
 )
-from fedlora.report.numbers import client_rows, derived, embedded_data, most_spent, shown_clients
 from fedlora.report.risks import risks
 from fedlora.report.run_data import RunData
 

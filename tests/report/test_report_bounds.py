@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import DataError
-from fedlora.report import numbers
+from fedlora.report import embedded
+from fedlora.report.compare import render_comparison
 from fedlora.report.figures import epsilon_curves
 from fedlora.report.page import render
 from fedlora.report.run_data import RunData, read_run
@@ -61,7 +62,7 @@ def test_a_page_of_ten_thousand_clients_is_small_and_says_what_it_leaves_out():
     assert found["derived"]["refusals"] == 20_000
     curve = found["derived"]["epsilon_curves"]["curves"]["10000 clients like client-00000"]
     assert curve == pytest.approx([0.1 * number for number in range(1, 21)])
-    assert page.count("BudgetExceededError") <= 20 * 2 * numbers.NAMED
+    assert page.count("BudgetExceededError") <= 20 * 2 * embedded.NAMED
 
 
 def test_curves_of_many_rounds_take_time_in_proportion():
@@ -154,3 +155,21 @@ def test_damaged_receipts_are_named(tmp_path):
     (tmp_path / "ledger-receipts.json").write_text('{"a/b": {"epsilon": "x"}}')
     with pytest.raises(DataError, match=r"ledger-receipts\.json: 'a/b': 'epsilon': a number is needed"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("hostile", ["a\u202eb", "a\u2066b", "a\x00b", "a\x1b[2Jb", "a\x9fb"])
+def test_names_do_not_turn_around_or_hide_what_stands_beside_them(hostile):
+    """A direction override in a client's name reversed the other names in its cell."""
+    rounds = [
+        {"round": number, "refused": {hostile: hostile}, "metrics": {hostile: 0.1 * number, "x": 0.2 * number},
+         "epsilon_by_client": {hostile: float(number)}, "seconds": {hostile: 1.0}}
+        for number in range(1, 4)
+    ]  # fmt: skip
+    told = {hostile: {"events": [], "epsilon_reported": 1.0}}
+    data = _run(rounds, clients=told, partition={"clients": {hostile: {hostile: 3}}})
+    data = RunData(**{**vars(data), "summary": {**data.summary, "run_id": hostile, "warnings": [hostile]}})
+    pages = [render(data), render_comparison([data, data])]
+    for page in pages:
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page)
+        assert "a\ufffd" in page
+    assert hostile in _embedded(pages[0])["clients"]  # as it is, escaped
