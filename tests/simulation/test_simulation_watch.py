@@ -64,12 +64,15 @@ def test_h32_children_of_a_killed_process_end_unless_the_guard_was_called_off(ho
 
 
 def test_h32_what_starts_while_its_owner_dies_ends_too(tmp_path: Path) -> None:
-    """A daemon of a daemon, begun after the owner's death, has no living ancestor that anybody could have noted."""
+    """A daemon of a daemon, begun after the owner's death, has no living ancestor that anybody could have noted.
+
+    The guard looks seconds after the death, so that the daemon has begun by then on a busy machine too.
+    """
     script = f"""
 import os, subprocess, sys, time
 from fedlora.simulation.watch import Guard
-guard = Guard(0.5)
-late = "(sleep 0.3; setsid sh -c 'echo $$ > {tmp_path}/late; exec sleep 600') &"
+guard = Guard(4.0)
+late = "(sleep 0.3; setsid sh -c 'echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/late; exec sleep 600') &"
 subprocess.Popen(["sh", "-c", late], start_new_session=True, env={{**os.environ, **guard.environment}})
 os.kill(os.getpid(), 9)
 """
