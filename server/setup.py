@@ -200,4 +200,6 @@ def statement(config: FedLoraConfig, server: Server) -> Mapping[str, Any]:
     else:
         whose = "the largest over clients of what each client's own ledger reports (other runs included)"
         alone = server.answers.mirror.largest()
+        if server.answers.receipts is not None:
+            whose += "; rounds that a site was asked for and left without a receipt count in full"
     return {**found, "epsilon_is": whose, "epsilon_from_this_runs_events": alone}
