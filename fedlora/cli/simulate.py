@@ -177,7 +177,9 @@ def progress_display(
 
     conditions = None if config is None else conditions_of(config)
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if (
+        not sys.stderr.isatty() or console.is_dumb_terminal
+    ):  # colours can be forced into a log, a view can not
         if conditions is not None:
             sys.stderr.write(f"epsilon: {conditions_line(conditions)}\n")
         yield _print_round

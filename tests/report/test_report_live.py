@@ -102,3 +102,41 @@ def test_the_command_shows_a_resumed_runs_rounds(tmp_path):
     assert list(_rounds_of(None)) == list(_rounds_of(tmp_path)) == []
     (tmp_path / "metrics.jsonl").write_text('{"round": 0}\n{"round": 1, "epsilon": 0.5}\n{"rou')
     assert [one["round"] for one in _rounds_of(tmp_path)] == [0, 1]
+
+
+class _Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment"),
+    [(io.StringIO, {"FORCE_COLOR": "1", "TERM": "xterm"}), (_Screen, {"TERM": "dumb"})],
+    ids=["forced colours in a log", "a terminal that only writes on"],
+)
+def test_where_nothing_can_be_drawn_rounds_are_lines(monkeypatch, stream, environment):
+    """Forced colours drew the view into logs; a dumb terminal showed nothing until the end."""
+    from fedlora.cli.simulate import progress_display
+    from fedlora.simulation.settings import RoundRecord
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    written = stream()
+    monkeypatch.setattr(sys, "stderr", written)
+    with progress_display(3, quiet=False) as note:
+        note(RoundRecord(1, "ok", asked=2, accepted=2, metrics={"accuracy": 0.5}, epsilon=1.0))
+        assert written.getvalue() == "round 1: accuracy 0.500, epsilon 1.000, 2/2 clients\n"
+    assert "\x1b" not in written.getvalue()
+
+
+def test_a_terminal_gets_the_view(monkeypatch):
+    from fedlora.cli.simulate import progress_display
+    from fedlora.simulation.settings import RoundRecord
+
+    monkeypatch.setenv("TERM", "xterm")
+    written = _Screen()
+    monkeypatch.setattr(sys, "stderr", written)
+    with progress_display(3, quiet=False) as note:
+        note(RoundRecord(1, "ok", asked=2, accepted=2))
+    assert "round 1/3" in written.getvalue()
+    assert written.getvalue().rstrip().endswith("\x1b[?25h")
