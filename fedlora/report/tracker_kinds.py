@@ -227,7 +227,7 @@ class Wandb:
         return wandb.init(
             project=project,
             id=name,
-            name=opening.run_id,
+            name=name if resume else opening.run_id,
             resume="allow" if resume else None,
             dir=str(opening.folder),
             config={**opening.conditions, "epsilon_means": conditions_line(opening.conditions)},

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -308,9 +309,12 @@ def test_a_resumed_run_goes_on_under_its_wandb_name(wandb, tmp_path, online):
     first = Wandb("project", _opening(tmp_path, {}))
     first.log(0, {"a": 0.0})
     first.log(1, {"a": 1.0})
-    again = Wandb("project", _opening(tmp_path, _points(0, 1, 2)))
+    opening = replace(
+        _opening(tmp_path, _points(0, 1, 2)), run_id="run-1.2"
+    )  # a resumed simulation's own name
+    again = Wandb("project", opening)
     again.log(3, {"a": 3.0})
-    assert {run.id for run in wandb.runs} == {"run-1"}
+    assert {(run.id, run.given["name"]) for run in wandb.runs} == {("run-1", "run-1")}
     assert _steps(wandb.runs[-1]) == [0, 1, 2, 3]
 
 
