@@ -25,7 +25,7 @@ _ENTRIES: Final = 2_000
 _FEW: Final = 400
 """Blocks with fewer draws than this are judged together."""
 _CHANCE: Final = 1e-9
-"""Probability of a false alarm for each block."""
+"""Probability of a false alarm for each block, and for each release."""
 
 
 def check_noise_scale(bench: Workbench) -> list[SelfCheck]:
@@ -45,25 +45,27 @@ def check_noise_scale(bench: Workbench) -> list[SelfCheck]:
 
 
 def judge_scales(found: npt.NDArray[np.float64], labels: npt.NDArray[np.str_]) -> SelfCheck:
-    """Judge pure noise by its variance in every block.
+    """Judge pure noise by its variance in every block, and in every release (a client of a cohort, or a round).
 
     Args:
-        found: (draws, directions) statistics, independent, of variance 1 if the noise is as claimed.
+        found: (releases, directions) statistics, independent, of variance 1 if the noise is as claimed.
         labels: (directions,) block of each.
     """
     names, counts = np.unique(labels, return_counts=True)
     few = [str(name) for name, count in zip(names, counts, strict=True) if count * len(found) < _FEW]
     merged = dict.fromkeys(few, "small blocks")
     blocks = np.array([merged.get(str(one), str(one)) for one in labels])
-    smallest, where, low = np.inf, "", []
-    for block in np.unique(blocks):
-        values = found[:, blocks == block]
-        energy = float(np.square(values).sum())
-        if energy / values.size < smallest:
-            smallest, where = energy / values.size, str(block)
-        if energy < float(stats.chi2.ppf(_CHANCE, values.size)):
-            low.append(str(block))
-    ratio = float(np.sqrt(smallest))
+    parts = {str(block): found[:, blocks == block] for block in np.unique(blocks)}
+    if found.shape[1] >= _FEW:
+        parts |= {f"release {number + 1}": row for number, row in enumerate(found)}
+    least = {name: float(np.square(values).mean()) for name, values in parts.items()}
+    low = [
+        name
+        for name, values in parts.items()
+        if least[name] * values.size < float(stats.chi2.ppf(_CHANCE, values.size))
+    ]
+    where = min(least, key=lambda name: least[name])
+    ratio = float(np.sqrt(least[where]))
     detail = f"least {ratio:.3f} of the claimed scale ({where}), {len(np.unique(blocks))} parts"
     return SelfCheck(_NAME, not low, detail if not low else f"{detail}; too little in {', '.join(low[:3])}")
 

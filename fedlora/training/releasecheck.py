@@ -29,14 +29,19 @@ from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.drawcheck import Table, faults_of, table_sizes
 from fedlora.training.drawing import make_job, noise_source
 from fedlora.training.requests import RoundRequest
+from fedlora.training.scalecheck import Energies, energies_of, groups_of, joined, too_quiet
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import ModuleSpec
 
 Rows = npt.NDArray[np.floating[Any]]
+Draw = Callable[[], Sequence[Any]]
 
 _CLIENT: Final = "self-check"
 _CLIENTS: Final = 2
 _ROUNDS: Final = 2
+_MOST_ROUNDS: Final = 8
+_KEPT: Final = 8_000_000
+"""Numbers of noise that are kept at most where more than the fewest rounds run: noise that repeats later is seen."""
 _STEPS: Final = 2
 """Steps of a checked round at most: as many as tell whether a second step repeats the first one's noise."""
 _LARGE: Final = 400
@@ -48,8 +53,7 @@ _SAME: Final = 1e-5
 _SAME_ON_DEVICES: Final = 1e-3
 """The same where kernels may sum in another order each time; a divisor that counts records changes all by far more."""
 _DRAW_ROUNDS: Final = 4
-_DRAWS: Final = 64
-"""Draws of each of the rounds."""
+_DRAWS: Final = 64  # of each of these rounds
 _MOST_RECORDS: Final = 10_000
 _CHANCE: Final = 1e-9
 """Probability that sound draws are refused at one start."""
@@ -94,14 +98,14 @@ class _Watched(Mechanism):
         around: changes further stages, of each layout's mechanism again.
     """
 
-    after: Callable[[Mechanism, NoisyUpdate], NoisyUpdate] = field(kw_only=True)
+    after: Callable[[Mechanism, LocalState, NoisyUpdate], NoisyUpdate] = field(kw_only=True)
     around: Callable[[Mechanism], Mechanism] = field(kw_only=True, default=_as_it_is)
 
     @classmethod
     def of(
         cls,
         plain: Mechanism,
-        after: Callable[[Mechanism, NoisyUpdate], NoisyUpdate],
+        after: Callable[[Mechanism, LocalState, NoisyUpdate], NoisyUpdate],
         around: Callable[[Mechanism], Mechanism] = _as_it_is,
     ) -> _Watched:
         changed = around(plain)
@@ -109,7 +113,7 @@ class _Watched(Mechanism):
         return cls(**own, after=after, around=around)
 
     def noise(self, state: LocalState, clipped: ClippedSum, sources: Sequence[NoiseSource]) -> NoisyUpdate:
-        return self.after(self, super().noise(state, clipped, sources))
+        return self.after(self, state, super().noise(state, clipped, sources))
 
     def for_modules(self, modules: Mapping[str, ModuleSpec]) -> Mechanism:
         plain = super().for_modules(modules)
@@ -119,17 +123,41 @@ class _Watched(Mechanism):
 def check_fresh_noise(bench: Workbench) -> SelfCheck:
     """Check that every client's every step has noise of its own in every coordinate, from its own source alone.
 
-    Two clients train on draws without records for two rounds: what a step releases is noise and nothing else. Noise
-    that is kept for a later step, shared by clients of a cohort or repeated in another layer, coordinates that get
-    none, and noise that does not come from the client's source are seen.
+    Two clients train on draws without records for some rounds: a step releases noise and nothing else. Noise that is
+    kept for a later step, shared by a cohort, repeated in another layer or drawn from another source, coordinates that
+    get none, and less noise than is claimed for a client, a step or a round are seen.
     """
     name = "noise is fresh everywhere"
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
-    silent, _ = _released_noise(bench, lambda client, turn: SilentNoise())
-    rows, spans = _released_noise(bench, lambda client, turn: noise_source(bench.config, client, turn))
-    passed, said = judge_fresh(rows, spans, silent)
-    return SelfCheck(name, passed, f"{len(rows)} releases, {said}")
+    nobody: list[Draw] = [list] * _CLIENTS
+    silent = _released(bench, lambda client, turn: SilentNoise(), nobody, _ROUNDS)
+    rounds = int(
+        np.clip(_KEPT // max(1, silent.rows[: len(silent.rows) // _ROUNDS].size), _ROUNDS, _MOST_ROUNDS)
+    )
+    noised = _released(bench, _own_source(bench), nobody, rounds)
+    passed, said = judge_fresh(noised.rows, noised.spans, silent.rows)
+    quiet = too_quiet(noised.energies, groups_of(len(noised.rows), rounds, _CLIENTS))
+    return SelfCheck(
+        name, passed and not quiet, "; ".join([f"{len(noised.rows)} releases, {said}", *quiet[:3]])
+    )
+
+
+def check_empty_beside(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
+    """Check that a client without drawn records has all its noise, and nothing else, beside one that has some."""
+    name = "empty draws are noised beside others"
+    if not isinstance(bench.config.privacy, RecordPrivacy):
+        return SelfCheck(name, True, "no record-level privacy configured")
+    draws: list[Draw] = [list, lambda: records]
+    silent = _released(bench, lambda client, turn: SilentNoise(), draws, 1).rows[:: len(draws)]
+    noised = _released(bench, _own_source(bench), draws, _ROUNDS)
+    passed, said = judge_fresh(noised.rows[:: len(draws)], noised.spans, silent)
+    quiet = too_quiet(noised.energies, {"an empty draw": np.arange(0, len(noised.rows), len(draws))})
+    return SelfCheck(name, passed and not quiet, "; ".join([said, *quiet]))
+
+
+def _own_source(bench: Workbench) -> Callable[[str, int], NoiseSource]:
+    return lambda client, turn: noise_source(bench.config, client, turn)
 
 
 def judge_fresh(
@@ -150,30 +178,40 @@ def judge_fresh(
     return elsewhere == 0 and still == 0 and not repeated, said
 
 
-def _released_noise(
-    bench: Workbench, source: Callable[[str, int], NoiseSource]
-) -> tuple[Rows, Mapping[str, tuple[int, int]]]:
-    """Return (releases, coordinates) of draws without records, and each block's first and end coordinate."""
-    heard: list[Rows] = []
-    kept: list[Rows] = []
+@dataclass(frozen=True)
+class _Releases:
+    """What clients released, (releases, coordinates): round by round, step by step, client by client."""
+
+    rows: Rows
+    spans: Mapping[str, tuple[int, int]]
+    energies: Energies
+
+
+def _released(
+    bench: Workbench, source: Callable[[str, int], NoiseSource], draws: Sequence[Draw], rounds: int
+) -> _Releases:
+    """Train clients on these draws and return every release."""
+    heard: list[tuple[Rows, Energies]] = []
+    kept: list[tuple[Rows, Energies]] = []
     steps = _steps(bench.config)
     spans: dict[str, tuple[int, int]] = {}
 
-    def keep(mechanism: Mechanism, update: NoisyUpdate) -> NoisyUpdate:
-        heard.append(update.blocks.flat.cpu().numpy())
+    def keep(mechanism: Mechanism, state: LocalState, update: NoisyUpdate) -> NoisyUpdate:
+        heard.append((update.blocks.flat.cpu().numpy().copy(), energies_of(mechanism, state, update)))
         spans.update({name: update.blocks.table.span(name) for name in update.blocks.table.shapes})
         return update
 
     engine = _engine(bench, _Watched.of(bench.mechanism, keep))
-    clients = [f"{_CLIENT}-{number}" for number in range(_CLIENTS)]
-    for turn in range(1, _ROUNDS + 1):
-        jobs = [ClientJob(client, lambda: [], source(client, turn)) for client in clients]
+    clients = [f"{_CLIENT}-{number}" for number in range(len(draws))]
+    for turn in range(1, rounds + 1):
+        jobs = [ClientJob(one, draw, source(one, turn)) for one, draw in zip(clients, draws, strict=True)]
         heard.clear()
         with same_seeds():
             engine.train(bench.initial_payload(), jobs, steps)
-        # where memory ran out both clients started again: what the failed attempt drew was not released
-        kept.append(np.concatenate(heard)[-len(clients) * steps :])
-    return np.concatenate(kept), spans
+        # where memory ran out all clients started again: what the failed attempt drew was not released
+        kept += heard[-steps:]
+    energies = joined([one for _, one in kept])
+    return _Releases(np.concatenate([rows for rows, _ in kept]), spans, energies)
 
 
 def _steps(config: FedLoraConfig) -> int:
@@ -216,33 +254,45 @@ def _alike(rows: Rows) -> bool:
 def check_after_noise(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     """Check that an update depends on the records through the noised sums alone.
 
-    The noised sums are put in by the check, the same ones for draws of other records and other sizes: what leaves must
-    be the same. A divisor that counts the drawn records, a step that an empty draw skips and a block that is trained
-    past the noise are seen, whatever the optimiser.
+    The noised sums are put in by the check, the same ones for draws of other records and sizes, alone and beside a
+    client that has records: what leaves must be the same. A divisor that counts the drawn records, a step that an empty
+    draw skips and a block that is trained past the noise are seen, whatever the optimiser.
     """
     name = "updates depend on noised sums alone"
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
-    steps, start = _steps(bench.config), bench.initial_payload()
+    steps = _steps(bench.config)
     empty: list[Sequence[Encoded]] = [[]] * steps
     drawn = [records[: 2 + 3 * step] for step in range(steps)]
-    engine = _engine(bench, _Watched.of(bench.mechanism, _put_in, _one_projection({})))
-    found = []
-    for batches in (empty, drawn):
-        further = chain(batches, cycle([records]))  # for an engine that draws again where nobody was drawn
-        job = ClientJob(_CLIENT, further.__next__, noise_source(bench.config, _CLIENT, 1))
-        with same_seeds():
-            found.append(engine.train(start, [job], steps)[0])
-    moved, other = _values(found[0]), _values(found[1])
-    if moved.shape != other.shape:
-        return SelfCheck(name, False, "shapes differ")
-    gap = float(np.abs(moved - other).max(initial=0.0)) / max(float(np.abs(moved).max(initial=0.0)), 1e-30)
-    counted = found[0].steps == found[1].steps == steps
+    gap, counted = 0.0, True
+    for others in (0, 1):
+        engine = _engine(bench, _Watched.of(bench.mechanism, _put_in, _one_projection({})))
+        found = [_trained(bench, engine, records, batches, others) for batches in (empty, drawn)]
+        moved, other = _values(found[0]), _values(found[1])
+        if moved.shape != other.shape:
+            return SelfCheck(name, False, "shapes differ")
+        change = float(np.abs(moved - other).max(initial=0.0))
+        gap = max(gap, change / max(float(np.abs(moved).max(initial=0.0)), 1e-30))
+        counted = counted and found[0].steps == found[1].steps == steps
     passed = gap <= (_SAME if bench.adapted.device.type == "cpu" else _SAME_ON_DEVICES) and counted
     return SelfCheck(name, passed, f"largest relative change {gap:.2e}, steps counted {counted}")
 
 
-def _put_in(mechanism: Mechanism, update: NoisyUpdate) -> NoisyUpdate:
+def _trained(
+    bench: Workbench, engine: CohortEngine, records: Sequence[Encoded], batches: Sequence[Any], others: int
+) -> ClientUpdate:
+    """Train a client on these batches, beside others that have all records, and return its update."""
+    further = chain(batches, cycle([records]))  # for an engine that draws again where nobody was drawn
+    draws: list[Draw] = [further.__next__, *[lambda: records] * others]
+    jobs = [
+        ClientJob(f"{_CLIENT}-{number}", draw, noise_source(bench.config, _CLIENT, 1))
+        for number, draw in enumerate(draws)
+    ]
+    with same_seeds():
+        return engine.train(bench.initial_payload(), jobs, len(batches))[0]
+
+
+def _put_in(mechanism: Mechanism, state: LocalState, update: NoisyUpdate) -> NoisyUpdate:
     """Return the same numbers in the place of any noised sums."""
     flat = update.blocks.flat
     fixed = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1))
@@ -329,13 +379,19 @@ def _draws(config: FedLoraConfig, count: int) -> list[list[int]]:
 
 def check_release(bench: Workbench, records: Sequence[Encoded]) -> list[SelfCheck]:
     """Run every check of this module on public records."""
-    return [check_fresh_noise(bench), check_after_noise(bench, records), check_draws(bench.config)]
+    return [
+        check_fresh_noise(bench),
+        check_empty_beside(bench, records),
+        check_after_noise(bench, records),
+        check_draws(bench.config),
+    ]
 
 
 __all__ = [
     "SilentNoise",
     "check_after_noise",
     "check_draws",
+    "check_empty_beside",
     "check_fresh_noise",
     "check_release",
     "judge_fresh",

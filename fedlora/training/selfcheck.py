@@ -37,6 +37,8 @@ _LOW_PRECISION_TOLERANCE: Final = 0.1
 """The same for 16-bit and quantised models; coupled records differ by whole factors."""
 _OVER_THE_BOUND: Final = 4.0
 """Length that the longest public gradient is given, in units of the clip bound."""
+_LOUDEST: Final = 1e5
+"""Scale of losses at most: a block whose public gradients are shorter than 4 / 10^5 of the bound is not seen alone."""
 _CLIENT: Final = "self-check"
 _EMPTY_DRAWS: Final = 64
 """Tries until every block differs: Adam's first step keeps signs only, so a block of two numbers may coincide."""
@@ -88,7 +90,8 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     The moves must add up to the whole sum: a clip of a batch's sum or mean in the place of each record's, or a sum that
     is divided by the records that are there, moves by less, and yet one record can change all of it.
     Public records whose gradients are shorter than the bound would hide a clip that does nothing: their losses are
-    scaled until it has to act.
+    scaled until it has to act, and again until every block alone would pass the bound: a clip that leaves one out shows
+    only where that block is long.
     """
     privacy = bench.config.privacy
     if not isinstance(privacy, RecordPrivacy):  # whole updates are clipped where they are summed, not here
@@ -98,15 +101,19 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     mechanism, adapted = bench.mechanism, bench.adapted
     state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
     state = mechanism.stages.prepare(mechanism, state)  # one projection for all: their sums are compared
-    whole, worst, apart = _largest_move(bench, state, records)
+    whole, worst, apart, least = _largest_move(bench, state, records)
     parts = len(set(whole.metric.group_of.values())) if whole.metric.per_layer else 1
     bound, louder = privacy.max_grad_norm, 1.0
     allowed = bound * parts**0.5
     if 0.0 < worst < allowed * (1 - _tolerance(bench.config)):  # else the clip has acted already
         louder = _OVER_THE_BOUND * allowed / worst
-        loud = replace(bench, task=cast("Task", _Louder(bench.task, louder)))
-        _, loud_worst, loud_apart = _largest_move(loud, state, records)
+        _, loud_worst, loud_apart, _ = _largest_move(_made_louder(bench, louder), state, records)
         worst, apart = max(worst, loud_worst), max(apart, loud_apart)
+    if 0.0 < least < _OVER_THE_BOUND * allowed:
+        loudest = min(_OVER_THE_BOUND * allowed / least, _LOUDEST)
+        if loudest > louder:
+            louder = loudest
+            worst = max(worst, _largest_move(_made_louder(bench, louder), state, records)[1])
     tolerance = _tolerance(bench.config)
     passed = whole.bound == bound and worst <= allowed * (1 + tolerance) and apart <= len(records) * tolerance
     said = "" if louder == 1.0 else f", losses scaled by {louder:.3g}"
@@ -114,23 +121,32 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     return SelfCheck("clip is active", passed, detail)
 
 
+def _made_louder(bench: Workbench, factor: float) -> Workbench:
+    return replace(bench, task=cast("Task", _Louder(bench.task, factor)))
+
+
 def _largest_move(
     bench: Workbench, state: LocalState, records: Sequence[Encoded]
-) -> tuple[ClippedSum, float, float]:
-    """Return the clipped sum of all records, the farthest that leaving one out moves it, and how far all moves miss it.
+) -> tuple[ClippedSum, float, float, float]:
+    """Return what leaving one record out does to the clipped sum of all.
 
-    The last is in units of the farthest move.
+    Returns: the sum, the farthest that it moves, how far all moves miss it (in units of the farthest), and the farthest
+        that the block moves that moves least of those that move at all.
     """
     whole = _clipped(bench, state, records)
     flat = whole.blocks.flat
     worst, moves = 0.0, torch.zeros_like(flat)
+    blocks: dict[str, float] = {}
     for k in range(len(records)):
         rest = _clipped(bench, state, [*records[:k], *records[k + 1 :]])
-        worst = max(worst, _distance(state, whole, rest))
+        parts = _squared_parts(state, whole, rest)
+        worst = max(worst, sum(parts.values()) ** 0.5)
+        blocks = {name: max(blocks.get(name, 0.0), part) for name, part in parts.items()}
         moves += flat - rest.blocks.flat
     missed = replace(whole, blocks=whole.blocks.like(flat - moves))
     nothing = replace(whole, blocks=whole.blocks.like(torch.zeros_like(flat)))
-    return whole, worst, _distance(state, missed, nothing) / worst if worst > 0.0 else 0.0
+    least = min((part for part in blocks.values() if part > 0.0), default=0.0) ** 0.5
+    return whole, worst, _distance(state, missed, nothing) / worst if worst > 0.0 else 0.0, least
 
 
 class _Louder:
@@ -248,11 +264,16 @@ def _clipped(bench: Workbench, state: LocalState, records: Sequence[Encoded]) ->
 
 
 def _distance(state: LocalState, left: ClippedSum, right: ClippedSum) -> float:
-    """Distance of two sums in the metric.
+    """Return the distance of two sums in the metric."""
+    return float(sum(_squared_parts(state, left, right).values()) ** 0.5)
+
+
+def _squared_parts(state: LocalState, left: ClippedSum, right: ClippedSum) -> dict[str, float]:
+    """Return the squared distance of two sums in the metric, block by block.
 
     A projected block is D A^T with ||D|| bounded: the part of D in A's row space is what can be measured.
     """
-    total = 0.0
+    parts: dict[str, float] = {}
     metric = left.metric
     projections: Mapping[str, torch.Tensor] = getattr(state.own, "projections", {})
     for group in dict.fromkeys(metric.group_of.values()):
@@ -262,5 +283,5 @@ def _distance(state: LocalState, left: ClippedSum, right: ClippedSum) -> float:
             if seen is not None:
                 factor = torch.linalg.qr(seen.double().mT, mode="r").R
                 moved = torch.linalg.solve_triangular(factor, moved, upper=True, left=False)
-            total += metric.weight(group) ** 2 * float(moved.square().sum())
-    return float(total**0.5)
+            parts[name] = metric.weight(group) ** 2 * float(moved.square().sum())
+    return parts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedlora.training import releasecheck, selfcheck
+from fedlora.training import releasecheck, scalecheck, selfcheck
 
 COORDINATES = 1e9
 BLOCKS = 1e4
@@ -82,6 +82,9 @@ def test_a_sound_trainer_is_not_refused_by_chance() -> None:
         * (2.0 * coincide(2)) ** releasecheck._FEWEST,
         "signs of a block of one number coincide in every empty draw": BLOCKS
         * 2.0 ** -(selfcheck._EMPTY_DRAWS - 1),
+        "a client, a step, a round or an empty draw has too little noise": BLOCKS
+        * (releasecheck._CLIENTS + releasecheck._STEPS + releasecheck._MOST_ROUNDS + 1)
+        * scalecheck._CHANCE,
         "draws are taken for no Poisson draws": releasecheck._CHANCE,
     }
     assert sum(levels.values()) < 2e-9, levels
