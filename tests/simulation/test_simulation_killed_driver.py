@@ -206,3 +206,50 @@ def test_h32_a_start_after_interrupted_ones_in_one_process_works() -> None:
     times, answer, left = done.stdout.split()
     assert int(times) >= 1
     assert (answer, left) == ("42", "0")
+
+
+SWEEPS = """
+import json, os, random, signal, sys, time, traceback
+from pathlib import Path
+from fedlora.simulation.sweep import SweepPlan, run_sweep
+plan = SweepPlan(sys.argv[1], grid={"training.optimizer.lr": ["0.01", "0.1"]}, seeds=(1, 2))
+draw, codes = random.Random(5), []
+import fedlora.simulation.run  # what is imported here is not imported in every attempt
+while not codes or codes[-1] == -9:
+    child = os.fork()
+    if child == 0:
+        try:
+            run_sweep(plan, Path(sys.argv[2]), in_process=True)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if len(codes) < int(sys.argv[3]):
+        time.sleep(draw.uniform(0.0, 3.0))
+        os.kill(child, signal.SIGKILL)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+def test_a_sweep_killed_at_any_moments_goes_on_to_the_same_results(world: Path, tmp_path: Path) -> None:
+    told: dict[str, dict[str, Any]] = {}
+    for name, kills in (("whole", 0), ("part", 8)):
+        config = tmp_path / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(container(world, tmp_path / name, federation={"rounds": 3})))
+        done = subprocess.run(
+            [sys.executable, "-c", SWEEPS, str(config), str(tmp_path / f"sweep-{name}"), str(kills)],
+            capture_output=True, text=True, timeout=400, cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        codes = json.loads(done.stdout.splitlines()[-1])
+        assert codes[-1] == 0, done.stderr
+        assert kills == 0 or -9 in codes
+        lines = (tmp_path / f"sweep-{name}" / "trials.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        told[name] = {one["name"]: (one["status"], one["metrics"], one["epsilon"]) for one in found}
+        assert len(found) == len(told[name]) == 4, "no trial is counted twice"
+    assert told["part"] == told["whole"]
+    whole, part = charged(tmp_path / "whole"), charged(tmp_path / "part")
+    assert set(whole.values()) == {12}
+    assert all(count >= 12 for count in part.values()), "what killed trials began stays charged"
