@@ -275,6 +275,38 @@ def test_a_clip_of_pairs_of_records_is_refused(model, case):
     _refused(_with_stage(bench, clip=paired), "clip is active")
 
 
+# -- losses -------------------------------------------------------------------------------------------------------
+
+
+class _Scaled:
+    """A task whose losses are scaled by something of the batch."""
+
+    def __init__(self, task, scale):
+        self._task, self._scale = task, scale
+
+    def __getattr__(self, name):
+        return getattr(self._task, name)
+
+    def per_record_loss(self, model, batch):
+        return self._task.per_record_loss(model, batch) * self._scale(batch["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda mask: mask.sum(1) / mask.sum(1).float().mean(),
+        lambda mask: mask.sum(1) / mask.shape[1],
+        lambda mask: 1.0 / len(mask),
+        lambda mask: (mask.sum(1) / mask.sum()) * len(mask),
+    ],
+    ids=["mean length", "padded length", "records", "all tokens"],
+)
+def test_losses_that_are_scaled_by_the_batch_are_refused(model, scale):
+    """Records of one length have the mean length, so the public ones have two."""
+    bench = make_bench(model)
+    _refused(dataclasses.replace(bench, task=_Scaled(bench.task, scale)), "per-record loss is uncoupled")
+
+
 # -- draws --------------------------------------------------------------------------------------------------------
 
 
