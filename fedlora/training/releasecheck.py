@@ -148,7 +148,7 @@ def check_empty_beside(bench: Workbench, records: Sequence[Encoded]) -> SelfChec
     name = "empty draws are noised beside others"
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
-    draws: list[Draw] = [list, lambda: records]
+    draws: list[Draw] = [list, lambda: records[:1]]
     silent = _released(bench, lambda client, turn: SilentNoise(), draws, 1).rows[:: len(draws)]
     noised = _released(bench, _own_source(bench), draws, _ROUNDS)
     passed, said = judge_fresh(noised.rows[:: len(draws)], noised.spans, silent)
@@ -281,9 +281,9 @@ def check_after_noise(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck
 def _trained(
     bench: Workbench, engine: CohortEngine, records: Sequence[Encoded], batches: Sequence[Any], others: int
 ) -> ClientUpdate:
-    """Train a client on these batches, beside others that have all records, and return its update."""
+    """Train a client on these batches, beside others that have a record, and return its update."""
     further = chain(batches, cycle([records]))  # for an engine that draws again where nobody was drawn
-    draws: list[Draw] = [further.__next__, *[lambda: records] * others]
+    draws: list[Draw] = [further.__next__, *[lambda: records[:1]] * others]
     jobs = [
         ClientJob(f"{_CLIENT}-{number}", draw, noise_source(bench.config, _CLIENT, 1))
         for number, draw in enumerate(draws)
