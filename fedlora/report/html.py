@@ -20,6 +20,7 @@ section{background:var(--paper);border:1px solid var(--line);border-radius:8px;p
 overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.92rem}th,td{text-align:left;padding:4px 10px 4px 0;
 border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+td.n{white-space:nowrap}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px}
 .card b{display:block;font-size:1.35rem}.card{overflow-wrap:anywhere}
 .card{background:var(--tint);border-radius:8px;padding:10px}.soft{color:var(--soft)}.bad{color:var(--bad);font-weight:600}
