@@ -18,7 +18,7 @@ from typing import Any, Final
 from fedlora.addresses import host_and_port
 from fedlora.config.schema import RayConfig
 from fedlora.errors import ClusterUnreachableError, SimulationError
-from fedlora.simulation.terminations import kept_handler
+from fedlora.simulation.terminations import kept_handlers
 from fedlora.simulation.watch import Guard
 
 _SHORT: Final = "/tmp/ray"  # noqa: S108  (Ray's own default)
@@ -140,11 +140,10 @@ def connect(config: RayConfig, workers: int, gpus: float, run_id: str) -> Cluste
         "configure_logging": False,
     }
     guard = None
-    with kept_handler():
-        if config.address is None:
-            guard = _start(workers, gpus, options)
-        else:
-            _join(config, options)
+    if config.address is None:
+        guard = _start(workers, gpus, options)
+    else:
+        _join(config, options)
     return Cluster(own=True, namespace=namespace, guard=guard)
 
 
@@ -158,7 +157,7 @@ def _start(workers: int, gpus: float, options: Mapping[str, Any]) -> Guard:
 
     guard = Guard()
     try:
-        with environment_set(guard.environment):
+        with kept_handlers(), _rays_handlers_left_out(), environment_set(guard.environment):
             # "local" never reads RAY_ADDRESS or a stale address file.
             ray.init(
                 address="local",
@@ -168,11 +167,20 @@ def _start(workers: int, gpus: float, options: Mapping[str, Any]) -> Guard:
                 **options,
             )
     except BaseException as error:
+        _leave_unfinished()
         guard.abort()
         if isinstance(error, OSError) or not isinstance(error, Exception):
             raise
         raise _not_started(error) from error
     return guard
+
+
+def _leave_unfinished() -> None:
+    """Leave a Ray whose start went through although it was interrupted, so that this process can start another."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
 
 
 def _not_started(error: Exception) -> SimulationError:
@@ -199,6 +207,24 @@ def _is_long(folder: Path) -> bool:
 
 
 @contextmanager
+def _rays_handlers_left_out() -> Iterator[None]:
+    """Keep Ray from setting its handlers of SIGTERM, so that a start can be interrupted at once.
+
+    `kept_handlers` stays the net below: this is a function inside Ray, which another version may have elsewhere.
+    """
+    utils = importlib.import_module("ray._private.utils")
+    plain = getattr(utils, "set_sigterm_handler", None)
+    if plain is None:
+        yield
+        return
+    utils.set_sigterm_handler = lambda handler: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = plain  # type: ignore[attr-defined]
+
+
+@contextmanager
 def environment_set(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for a while."""
     before = {name: os.environ.get(name) for name in values}
@@ -221,7 +247,11 @@ def _join(config: RayConfig, options: dict[str, Any]) -> None:
     options.pop("include_dashboard")
     target = config.address if str(config.address).startswith("ray://") else address
     try:
-        ray.init(address=target, **options)
+        with kept_handlers(), _rays_handlers_left_out():
+            ray.init(address=target, **options)
+    except KeyboardInterrupt:
+        _leave_unfinished()
+        raise
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ClusterUnreachableError(f"ray.address: cannot join {address}: {text}") from None

@@ -26,6 +26,7 @@ from fedlora.simulation.identity import SERVER_NODE, assume_identity, make_run, 
 from fedlora.simulation.messages import HEADER
 from fedlora.simulation.node_spec import NodeSpec, Readiness
 from fedlora.simulation.spending import Spending
+from fedlora.simulation.terminations import check_stopped
 from fedlora.training.charging import Grant
 
 _LOG = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class HostedGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Reserve for all messages in one transaction, then send them."""
+        check_stopped()
         self._ensure_ready()
         numbered = {}
         for message in messages:
