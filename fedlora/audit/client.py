@@ -251,13 +251,15 @@ class ClientAudit(CanaryAudit):
         Args:
             entries: coordinates that are asked for in the smallest block, within a few rounds.
         """
-        fewest = int(np.unique(self._basis.labels, return_counts=True)[1].min())
+        basis, everybody = self._basis, np.zeros(self._basis.size)
+        if self._honest is not None:  # as many answer as canaries fit into a round; all directions are read
+            basis = CanaryClients(
+                self._start, self._bench.layout, limit=self._canaries, seed=self._bench.config.run.seed
+            )
+        fewest = int(np.unique(basis.labels, return_counts=True)[1].min())
         rounds, server = min(_QUIET_ROUNDS, -(-entries // fewest)), open_server(self._bench, self._noise())
-        signs = np.zeros(self._basis.size)
-        if self._honest is not None:
-            signs = signs[: self._honest]
-        units = [self._coordinates(server, signs, self._noise) for _ in range(rounds)]
-        return np.stack(units), self._basis.labels
+        units = [self._coordinates(server, everybody, self._noise, basis) for _ in range(rounds)]
+        return np.stack(units), basis.labels
 
     def adversary(self) -> tuple[str, str]:
         """Return what the attacker sees, and the sampling assumption."""
@@ -276,10 +278,14 @@ class ClientAudit(CanaryAudit):
         self, server: Server, signs: npt.NDArray[np.float64], make: Callable[[], NoiseSource]
     ) -> npt.NDArray[np.float64]:
         """Return the drawn canaries' coordinates of one release, in units of the claimed noise."""
-        return self._coordinates(server, signs, make)[: len(signs)]
+        return self._coordinates(server, signs, make, self._basis)[: len(signs)]
 
     def _coordinates(
-        self, server: Server, signs: npt.NDArray[np.float64], make: Callable[[], NoiseSource]
+        self,
+        server: Server,
+        signs: npt.NDArray[np.float64],
+        make: Callable[[], NoiseSource],
+        basis: CanaryClients,
     ) -> npt.NDArray[np.float64]:
         plan = server.plan
         server.aggregator.begin(self._start)
@@ -289,7 +295,7 @@ class ClientAudit(CanaryAudit):
         else:
             self._share(server, signs, length, make)
         unit = plan.noise_multiplier * plan.clipping_norm / plan.expected_clients
-        return self._basis.read(server.mode.heard) / unit
+        return basis.read(server.mode.heard) / unit
 
     def _send(self, server: Server, signs: npt.NDArray[np.float64], length: float) -> None:
         for number in np.flatnonzero(signs).tolist():

@@ -6,8 +6,8 @@ charge that comes after the noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from fedlora.wire.payload import AdapterPayload
 
 _ROUNDS = 3
 """Rounds (or shares) of noise that are compared: float32 numbers are the same in three by chance 1 time in 10^14."""
+_MOST = 2**40
+"""All directions, of which one a block is tried."""
 _WHOLE = "sum|update"
 _TOLERANCE = 1e-4
 """Relative; updates travel as float32."""
@@ -62,7 +64,12 @@ class _Probe:
         self.bench, self.start = bench, bench.initial_payload()
         self.honest = privacy.honest_clients if privacy.noise_at == "clients" else None
         self.canaries = CanaryClients(self.start, bench.layout, limit=64, seed=bench.config.run.seed)
+        self.every = CanaryClients(self.start, bench.layout, limit=_MOST, seed=bench.config.run.seed)
         self.metric = ClientMetric(self.start)
+
+    def one_of_each(self) -> list[int]:
+        """Return a canary of each block."""
+        return [int(at) for at in np.unique(self.every.labels, return_index=True)[1]]
 
     def released(
         self, server: Server, updates: list[AdapterPayload], noise: NoiseSource
@@ -81,16 +88,29 @@ class _Probe:
 
 
 def check_client_clip(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
-    """Check that one client moves the sum by at most C whatever it sends, and whatever it says beside it."""
+    """Check that one client moves the sum by at most C whatever it sends, and whatever it says beside it.
+
+    Long updates along one direction of every block, and along all of these at once: a clip that leaves out a block, or
+    clips each alone, is seen.
+    """
     probe = _Probe(bench, privacy)
     worst, bound = 0.0, open_server(bench, _Silent()).plan.clipping_norm
-    for number in range(min(4, probe.canaries.size)):
+    singles = [probe.every.update(number, OVERSHOOT * bound) for number in probe.one_of_each()]
+    for long in [*singles, _together(probe.every.nobody, singles)]:
         server = open_server(bench, _Silent())
-        long = probe.canaries.update(number, OVERSHOOT * bound)
         loud = AdapterPayload(**{**vars(long), "notes": {"num_examples": 1000}})
         worst = max(worst, probe.metric.norm(probe.released(server, [loud], _Silent())))
     passed = worst <= bound * (1 + _TOLERANCE)
     return SelfCheck("whole updates are clipped", passed, f"largest move {worst:.4g}, bound {bound:.4g}")
+
+
+def _together(nobody: AdapterPayload, updates: Sequence[AdapterPayload]) -> AdapterPayload:
+    """Return the sum of several clients' changes as one client's update."""
+    blocks = {
+        name: (start + sum(one.blocks[name] - start for one in updates)).astype(np.float32)
+        for name, start in nobody.blocks.items()
+    }
+    return replace(nobody, blocks=blocks)
 
 
 def check_divisor(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:

@@ -7,9 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from audit_helpers import CASES, make_bench, write_model
+from audit_helpers import CASES, make_bench, make_client_bench, write_model
 from scipy import stats
 
+from fedlora.aggregation.client_privacy import ClientMetric
+from fedlora.audit.client_checks import run_client_checks
 from fedlora.audit.faults import ScaledNoise
 from fedlora.audit.gradient import GradientAudit
 from fedlora.audit.noise_check import check_noise_scale, judge_scales
@@ -20,6 +22,7 @@ from fedlora.training import cohort, drawing, releasecheck, scalecheck, selfchec
 from fedlora.training.groups import public_records
 from fedlora.training.sampling import PoissonSampler
 
+SHARES = {"noise_at": "clients", "honest_clients": 4}
 MECHANISMS = ["lora_fa", "prism", "factor", "dp_sgd", "lora_fa-per-layer"]
 
 
@@ -324,6 +327,62 @@ def test_empty_draws_of_records_that_are_drawn_again_are_refused(model, monkeypa
         drawing, "_sampler", lambda c, n, records, *rest: Never(len(records), rate, drawing.OsCoins())
     )
     _refused(bench, "draws of nobody 0 times")
+
+
+# -- releases of whole clients ------------------------------------------------------------------------------------
+
+CLIENT_CASES = {"mean_b": {}, "tangent": {"mechanism": "prism", "aggregation": "tangent"}, "shares": SHARES}
+
+
+@pytest.mark.parametrize("case", sorted(CLIENT_CASES))
+def test_a_norm_of_whole_updates_that_leaves_the_head_out_fails_a_check(model, case, monkeypatch):
+    bench = make_client_bench(model, **CLIENT_CASES[case])
+    original = ClientMetric.clip
+
+    def blind(self, blocks, bound):
+        update = self.update_of(blocks)
+        kept = {name: block for name, block in update.items() if not name.startswith("classifier")}
+        zeros = {name: 0.0 * block for name, block in update.items() if name not in kept}
+        norm = ClientMetric.norm(self, {**kept, **zeros})
+        clipped = original(self, blocks, 1e9)
+        factor = min(1.0, bound / max(norm, 1e-30))
+        return dataclasses.replace(
+            clipped, blocks={name: factor * block for name, block in clipped.blocks.items()}
+        )
+
+    monkeypatch.setattr(ClientMetric, "clip", blind)
+    assert [one.name for one in run_client_checks(bench) if not one.passed] == ["whole updates are clipped"]
+
+
+@pytest.mark.parametrize("case", sorted(CLIENT_CASES))
+def test_a_clip_of_every_block_alone_fails_a_check(model, case, monkeypatch):
+    """Along one direction it is as good as the joint one."""
+    bench = make_client_bench(model, **CLIENT_CASES[case])
+    original = ClientMetric.clip
+
+    def apart(self, blocks, bound):
+        clipped = original(self, blocks, 1e9)
+        parts = {
+            name: block * min(1.0, bound / max(float(np.linalg.norm(block)), 1e-30))
+            for name, block in clipped.blocks.items()
+        }
+        return dataclasses.replace(clipped, blocks=parts)
+
+    monkeypatch.setattr(ClientMetric, "clip", apart)
+    assert [one.name for one in run_client_checks(bench) if not one.passed] == ["whole updates are clipped"]
+
+
+def test_one_client_of_four_with_half_its_share_of_noise_is_seen(model, monkeypatch):
+    bench = make_client_bench(model, **SHARES)
+    assert all(one.passed for one in check_noise_scale(bench))
+    original, calls = ClientMetric.noise, []
+
+    def noise(self, names, stddev, source):
+        calls.append(1)
+        return original(self, names, stddev * (1.0 if len(calls) % 4 else 0.5), source)
+
+    monkeypatch.setattr(ClientMetric, "noise", noise)
+    assert not all(one.passed for one in check_noise_scale(bench))
 
 
 # -- the judges ---------------------------------------------------------------------------------------------------
