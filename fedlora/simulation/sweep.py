@@ -26,7 +26,7 @@ from fedlora.errors import ConfigError, FedLoraError
 from fedlora.files import FolderLock, ends_in_a_cut_line, replace_text
 from fedlora.simulation.clients_ledger import ledger_file
 from fedlora.simulation.settings import RoundRecord
-from fedlora.simulation.terminations import terminations
+from fedlora.simulation.terminations import check_stopped, terminations
 
 _LOG = logging.getLogger(__name__)
 
@@ -289,6 +289,7 @@ def _run_waiting(
 
     if in_process:
         for trial in waiting:
+            check_stopped()
             note(run_trial(plan, trial, str(out), shared))
     elif waiting:
         _run_on_ray(plan, waiting, (out, shared), parallel, share, note)
@@ -327,6 +328,7 @@ def _run_on_ray(
         queue = list(waiting)
         running: dict[Any, Trial] = {}
         while queue or running:
+            check_stopped()
             while queue and len(running) < slots:
                 trial = queue.pop(0)
                 running[task.remote(plan, trial, str(out), shared)] = trial
