@@ -342,7 +342,7 @@ def test_a_stopped_and_resumed_run_has_each_step_once(tiny_world, tmp_path, key)
     done = simulate(config, in_process=True, stop_after=2)
     done = simulate(resume=done.folder, in_process=True)
     found = _tensorboard(done.folder) if key == "tensorboard" else _mlflow(uri, config.run.name)
-    wanted = [(line["round"], line["metrics"]["accuracy"]) for line in metric_lines(done.folder)]
+    wanted = [(line["round"], line["bytes_up"]) for line in metric_lines(done.folder)]
     assert [step for step, _ in found] == [step for step, _ in wanted] == [0, 1, 2, 3, 4]
     assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
 
@@ -352,7 +352,7 @@ def _tensorboard(folder: Path):
 
     found = EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
-    return [(one.step, one.value) for one in found.Scalars("metrics/accuracy")]
+    return [(one.step, one.value) for one in found.Scalars("bytes_up")]
 
 
 def _mlflow(uri, project):
@@ -360,6 +360,4 @@ def _mlflow(uri, project):
 
     client = mlflow.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name(project).experiment_id])
-    return sorted(
-        (one.step, one.value) for one in client.get_metric_history(run.info.run_id, "metrics/accuracy")
-    )
+    return sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, "bytes_up"))
