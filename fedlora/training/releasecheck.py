@@ -29,7 +29,7 @@ from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.drawcheck import Table, faults_of, table_sizes
 from fedlora.training.drawing import make_job, noise_source
 from fedlora.training.requests import RoundRequest
-from fedlora.training.scalecheck import Energies, energies_of, groups_of, joined, too_quiet
+from fedlora.training.scalecheck import Energies, energies_of, groups_of, joined, too_quiet, went_through
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import ModuleSpec
 
@@ -208,8 +208,7 @@ def _released(
         heard.clear()
         with same_seeds():
             engine.train(bench.initial_payload(), jobs, steps)
-        # where memory ran out all clients started again: what the failed attempt drew was not released
-        kept += heard[-steps:]
+        kept += went_through(heard, steps, len(clients))
     energies = joined([one for _, one in kept])
     return _Releases(np.concatenate([rows for rows, _ in kept]), spans, energies)
 

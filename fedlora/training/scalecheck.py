@@ -6,20 +6,22 @@ step and an empty draw beside others' records are seen here, on releases of nois
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from scipy import stats
 
+from fedlora.errors import PrivacyError
 from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.noise import noise_stddevs
 from fedlora.mechanisms.stages import NoisyUpdate
 from fedlora.names import split_block_name
 
+Rows = npt.NDArray[np.floating[Any]]
 _FEW: Final = 400
 """Blocks with fewer numbers than this, over the releases that are judged, are judged together."""
 _CHANCE: Final = 1e-15
@@ -71,6 +73,30 @@ def joined(parts: list[Energies]) -> Energies:
     return Energies(np.concatenate([one.found for one in parts]), parts[0].free, parts[0].names)
 
 
+def went_through(
+    heard: Sequence[tuple[Rows, Energies]], steps: int, clients: int
+) -> list[tuple[Rows, Energies]]:
+    """Return a round's releases step by step, each with all clients.
+
+    Where memory ran out, clients started again in smaller cohorts, one after the other, which end what was heard. What
+    failed attempts drew was not released.
+    """
+    parts: list[Sequence[tuple[Rows, Energies]]] = []
+    seen, end = 0, len(heard)
+    while seen < clients:
+        if end < steps:
+            raise PrivacyError("self-check: fewer releases were seen than steps were taken")
+        parts.insert(0, heard[end - steps : end])
+        seen, end = seen + len(parts[0][0][0]), end - steps
+    return [
+        (
+            np.concatenate([part[step][0] for part in parts]),
+            joined([part[step][1] for part in parts]),
+        )
+        for step in range(steps)
+    ]
+
+
 def groups_of(releases: int, rounds: int, clients: int) -> dict[str, npt.NDArray[np.int64]]:
     """Return the releases of each client, step and round; a round's stand step by step, each step's by client."""
     place = np.arange(releases).reshape(rounds, -1, clients)
@@ -102,4 +128,4 @@ def _quiet(energies: Energies, group: str, rows: npt.NDArray[np.int64]) -> list[
     ]
 
 
-__all__ = ["Energies", "energies_of", "groups_of", "joined", "too_quiet"]
+__all__ = ["Energies", "energies_of", "groups_of", "joined", "too_quiet", "went_through"]
