@@ -18,10 +18,12 @@ import torch
 from fedlora.adapters.records import batch_to_device
 from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.data import Encoded, Task
+from fedlora.geometry import complement
 from fedlora.mechanisms.base import LocalState
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
+from fedlora.mechanisms.prism_state import PrismState
 from fedlora.mechanisms.stages import ClippedSum
-from fedlora.names import LORA_A, split_block_name
+from fedlora.names import LORA_A, TANGENT_IN, block_name, split_block_name
 from fedlora.training.checked import SelfCheck, require_passed
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
@@ -281,10 +283,11 @@ def _distance(state: LocalState, left: ClippedSum, right: ClippedSum) -> float:
 def _squared_parts(state: LocalState, left: ClippedSum, right: ClippedSum) -> dict[str, float]:
     """Return the squared distance of two sums in the metric, block by block.
 
-    A projected block is D A^T with ||D|| bounded: the part of D in A's row space is what can be measured.
+    A projected block is D A^T with ||D|| bounded: the part of D in A's row space is what can be measured. A tangent
+    vector's core stands in both of its blocks and counts in the out-side one.
     """
     parts: dict[str, float] = {}
-    metric = left.metric
+    metric, frames = left.metric, _inner_frames(state)
     projections: Mapping[str, torch.Tensor] = getattr(state.own, "projections", {})
     for group in dict.fromkeys(metric.group_of.values()):
         for name in metric.blocks_of(group):
@@ -293,5 +296,17 @@ def _squared_parts(state: LocalState, left: ClippedSum, right: ClippedSum) -> di
             if seen is not None:
                 factor = torch.linalg.qr(seen.double().mT, mode="r").R
                 moved = torch.linalg.solve_triangular(factor, moved, upper=True, left=False)
+            if name in frames:
+                moved = complement(frames[name].to(moved), moved)
             parts[name] = metric.weight(group) ** 2 * float(moved.square().sum())
     return parts
+
+
+def _inner_frames(state: LocalState) -> dict[str, torch.Tensor]:
+    """Return PRISM's in-side tangent blocks and the frame (clients, in, r) at which each is taken."""
+    groups = state.own.groups if isinstance(state.own, PrismState) else ()
+    return {
+        block_name(module, TANGENT_IN): group.frames.q_in[:, at]
+        for group in groups
+        for at, module in enumerate(group.modules)
+    }

@@ -426,6 +426,21 @@ def test_the_variance_along_a_left_out_direction_is_exact(model, case):
     assert head.mean() * (1.0 + 1.0 / 32) > high  # noise of which nothing is left out
 
 
+@pytest.mark.parametrize("rank", [8, 15])
+def test_a_core_that_stands_in_both_blocks_is_no_missing_clip(tmp_path, rank):
+    """At a high rank most of a tangent vector is its core; a clip that works was taken for one that does not."""
+    wide = write_model(tmp_path / "model", hidden=16)
+    bench = make_bench(wide, "prism", rank=rank, group_weights={"adapters": 1.0, "head": 0.01})
+    found = selfcheck.check_clip(bench, selfcheck.uneven_records(bench))
+    assert found.passed, found.detail
+    state = bench.mechanism.stages.open(
+        bench.mechanism, bench.adapted, bench.mechanism.initial_payload(bench.adapted), 1
+    )
+    frames = selfcheck._inner_frames(state)
+    assert len(frames) == len(bench.layout.modules)
+    assert all(frame.shape == (1, 16, rank) for frame in frames.values())
+
+
 def test_half_the_noise_of_a_centered_head_is_caught(model):
     def change(mechanism, noise):
         for name in mechanism.coordinates.extras:
