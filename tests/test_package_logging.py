@@ -49,7 +49,8 @@ def test_after_a_fixture_of_the_module(shared, caplog):
 
 def test_a_commands_logging_ends_with_its_test(tmp_path: Path) -> None:
     """Its handler holds the stderr of the call, which is closed by then, and it stops what `caplog` listens to."""
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    for name in ("conftest.py", "allowed_skips.txt"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
     (tmp_path / "test_order.py").write_text(TESTS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(tmp_path)],
