@@ -14,8 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background jobs are deaf to Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +25,28 @@ settings.register_profile(
 settings.register_profile("explore", parent=settings.get_profile("same"), derandomize=False)
 """Others every time: `pytest --hypothesis-profile explore`, after the code under a property has changed."""
 settings.load_profile("same")
+
+
+def _listening_to_signals() -> None:
+    """Let SIGINT and SIGTERM act as in a process that a terminal started.
+
+    Whoever started this one may have left it deaf to Ctrl-C: a script's background job ignores it, a supervisor's child
+    may have it blocked, and programs that tests start inherit either.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_listening_to_signals()
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Give every test the handlers of a fresh process: what serves until it is told to stop sets its own for good."""
+    _listening_to_signals()
+    yield
+    _listening_to_signals()
 
 
 def _as_imported(logger: logging.Logger) -> None:
