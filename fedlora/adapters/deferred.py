@@ -37,8 +37,9 @@ class DeferredGradient(Protocol):
 def gram_squared_norms(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return ||sum_t g_t x_t^T||_F^2 per record from token Gram matrices.
 
-    A margin of one rounding unit times the sum of all |g|^2 |x|^2 keeps the result from falling below the
-    true value where tokens cancel.
+    Where tokens cancel, the rounding of Gram matrices in float32 is as large as what is left, on either side: they are
+    formed in float64. A margin of one rounding unit times the sum of all |g|^2 |x|^2 stands for the rounding of the
+    sum that is released.
 
     Args:
         g: (records, tokens, out) SENSITIVE, float32 or float64.
@@ -48,11 +49,16 @@ def gram_squared_norms(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """
     if g.shape[1] == 1:
         return g.square().sum((1, 2)) * x.square().sum((1, 2))
-    of_g = torch.bmm(g, g.transpose(1, 2))
-    of_x = torch.bmm(x, x.transpose(1, 2))
+    of_g, of_x = _gram(g), _gram(x)
     exact = (of_g * of_x).sum((1, 2))
     traces = of_g.diagonal(dim1=1, dim2=2).sum(1) * of_x.diagonal(dim1=1, dim2=2).sum(1)
-    return exact.clamp_min(0.0) + 0.5 * torch.finfo(g.dtype).eps * traces
+    return (exact.clamp_min(0.0) + 0.5 * torch.finfo(g.dtype).eps * traces).to(g.dtype)
+
+
+def _gram(rows: torch.Tensor) -> torch.Tensor:
+    """Return (records, tokens, tokens) float64 products of rows (records, tokens, width)."""
+    wide = rows.double()
+    return torch.bmm(wide, wide.transpose(1, 2))
 
 
 def _keep(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -112,11 +118,12 @@ class LookupGradient:
     num_rows: int
 
     def squared_norms(self) -> torch.Tensor:
-        """Return (records,): tokens of one id are summed before the norm."""
+        """Return (records,): tokens of one id are summed before the norm; as in `gram_squared_norms`."""
         same = self.ids.unsqueeze(2) == self.ids.unsqueeze(1)
-        gram = torch.bmm(self.g, self.g.transpose(1, 2))
+        gram = _gram(self.g)
         exact = torch.where(same, gram, 0.0).sum((1, 2)).clamp_min(0.0)
-        return exact + 0.5 * torch.finfo(self.g.dtype).eps * self.g.square().sum((1, 2))
+        trace = gram.diagonal(dim1=1, dim2=2).sum(1)
+        return (exact + 0.5 * torch.finfo(self.g.dtype).eps * trace).to(self.g.dtype)
 
     def masked(self, keep: torch.Tensor) -> LookupGradient:
         """Return the same with dropped records at zero."""

@@ -110,6 +110,25 @@ def test_a_record_that_is_not_finite_contributes_zero(family, bad):
     assert torch.allclose(dirty.blocks.flat, clean.blocks.flat, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("apart", [1e-2, 1e-3, 5e-4, 1e-4])
+def test_a_factored_norm_is_never_below_the_gradient_that_is_released_where_tokens_cancel(apart):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    g, x = draw(200, 1, 384), draw(200, 1, 384)
+    dense = OuterGradient(torch.cat([g, -g], 1), x + apart * draw(200, 2, 384))
+    rows = torch.cat([g, -g], 1) + apart * draw(200, 2, 384)
+    lookup = LookupGradient(rows, torch.ones(200, 2, dtype=torch.int64), 3)
+    for gradient, full in (
+        (dense, torch.bmm(dense.g.double().mT, dense.x.double())),
+        (lookup, rows.double().sum(1)),
+    ):
+        true = full.flatten(1).norm(dim=1)
+        assert bool((gradient.squared_norms().double().sqrt() >= true * (1 - 1e-6)).all())
+
+
 def test_deferred_gradients_agree_with_their_materialised_form():
     generator = torch.Generator().manual_seed(0)
     g = torch.randn(5, 4, 3, generator=generator, dtype=torch.float64)
