@@ -45,6 +45,15 @@ def _t(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.transpose(-1, -2)
 
 
+def exact_probe(x: torch.Tensor, probe: torch.Tensor, session: TapSession) -> torch.Tensor:
+    """Return x P^T in the accumulation dtype, whatever the compute dtype.
+
+    The norm is that of the gradient before its projection. Where tokens cancel in the gradient, rounding of the single
+    tokens does not: a product in 16 bits would be longer than what was clipped.
+    """
+    return flat_product(x.to(session.accumulate), _t(probe).to(session.accumulate))
+
+
 class LoraTap(torch.autograd.Function):
     """base + s (x D^T) U^T forward; per-record blocks of the view's kind backward."""
 
@@ -68,7 +77,7 @@ class LoraTap(torch.autograd.Function):
                 out = base.clone()
             else:
                 out = add_flat_product(base.reshape(-1, base.shape[-1]), h, _t(view.up), view.scaling)
-            probed = h if view.probe is None else flat_product(flat, _t(view.probe))
+            probed = h if view.probe is None else exact_probe(flat, view.probe, session)
         _keep(ctx, session, module, view, probed, rows)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         return out.view(base.shape)
@@ -111,7 +120,7 @@ class FusedLoraTap(torch.autograd.Function):
         h = None if view.down is None else flat_product(flat, _t(view.down))
         if h is not None and view.up is not None:
             add_flat_product_(out, h, _t(view.up), view.scaling)
-        probed = h if view.probe is None else flat_product(flat, _t(view.probe))
+        probed = h if view.probe is None else exact_probe(flat, view.probe, session)
         _keep(ctx, session, module, view, probed, rows, weight)
         ctx.x_shape = x.shape
         return out.view(*x.shape[:-1], out.shape[1])
@@ -197,9 +206,9 @@ def _collect(
         session.write(block_name(module, TANGENT_OUT), _t(outer), inner)
         session.write(block_name(module, TANGENT_IN), _t(x), z.view_as(inner))
         return z
-    session.write(block_name(module, LORA_B), _t(outer), inner)
-    exact = session.accumulate
-    session.keep_gram(block_name(module, LORA_B), gram_squared_norms(outer.to(exact), x.to(exact)))
+    wide = outer.to(session.accumulate)
+    session.write(block_name(module, LORA_B), _t(wide), inner)
+    session.keep_gram(block_name(module, LORA_B), gram_squared_norms(wide, x.to(session.accumulate)))
     return None
 
 

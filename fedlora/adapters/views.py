@@ -51,11 +51,13 @@ class LayerView:
     probe: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> LayerView:
-        """Return the view in another compute dtype (under autocast the layers' outputs have their own)."""
-        present = next((t for t in (self.down, self.probe) if t is not None), None)
-        if present is None or present.dtype == dtype:
+        """Return the view in another compute dtype (under autocast the layers' outputs have their own).
+
+        The probe stays as it is: the noise of a projection is drawn for these very numbers.
+        """
+        if self.down is None or self.down.dtype == dtype:
             return self
-        names = ("down", "up", "frame_out", "back", "probe")
+        names = ("down", "up", "frame_out", "back")
         blocks: dict[str, torch.Tensor | None] = {name: getattr(self, name) for name in names}
         cast: dict[str, Any] = {name: None if t is None else t.to(dtype) for name, t in blocks.items()}
         return replace(self, **cast)
