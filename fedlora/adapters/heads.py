@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -104,3 +104,27 @@ def refuse_coupling(model: nn.Module) -> None:
         raise ModelError(
             "model: output_router_logits is on, whose balance loss couples the records of a batch; switch it off"
         )
+
+
+def uncoupled_width(model: nn.Module) -> int | None:
+    """Return the longest batch in tokens whose records do not change one another's positions; None for any.
+
+    Rotary frequencies of the types `longrope` and `dynamic` follow the longest record of a batch: once it is beyond the
+    length that the model was first trained for, every record of the batch is computed otherwise.
+    """
+    limits = [limit for module in model.modules() for limit in _rotary_limits(module)]
+    return min(limits, default=None)
+
+
+def _rotary_limits(module: nn.Module) -> list[int]:
+    kinds: Any = getattr(module, "rope_type", None)
+    named = kinds if isinstance(kinds, dict) else {None: kinds}
+    limits = []
+    for layer, kind in named.items():
+        if not isinstance(kind, str) or not (kind == "longrope" or "dynamic" in kind):
+            continue
+        rope: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        rope = rope if layer is None else rope.get(layer, {})
+        limit: Any = getattr(module, "original_max_seq_len", 0)
+        limits.append(int(rope.get("original_max_position_embeddings", 0) if kind == "longrope" else limit))
+    return limits

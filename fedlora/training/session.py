@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fedlora.accounting import Event, NonPrivateEvent
 from fedlora.adapters.adapted import AdaptedModel
+from fedlora.adapters.heads import uncoupled_width
 from fedlora.adapters.inject import inject
 from fedlora.adapters.models import LoadedBase, load_base
 from fedlora.aggregation.client_privacy import client_event
@@ -21,7 +22,7 @@ from fedlora.config.schema import (
     NoPrivacy,
 )
 from fedlora.data import Task, build_task
-from fedlora.errors import ConfigError, LayoutMismatchError, StaleRoundError, WireError
+from fedlora.errors import ConfigError, LayoutMismatchError, ModelError, StaleRoundError, WireError
 from fedlora.mechanisms.base import Mechanism, build_mechanism
 from fedlora.mechanisms.projection_rules import head_figures
 from fedlora.training.charging import charged_event
@@ -94,10 +95,22 @@ def bind(config: FedLoraConfig, parts: Parts) -> Workbench:
 
     Raises:
         UnsupportedCombinationError: if the configuration's parts make no sense together.
+        ModelError: if a private run's records may be so long that they couple.
     """
+    if not isinstance(config.privacy, NoPrivacy):
+        _refuse_wide(parts)
     mechanism = build_mechanism(config, parts.adapted.layout, parts.adapted.left_out)
     event = step_event(config, parts.adapted.layout)
     return Workbench(config, parts.base, parts.task, parts.adapted, mechanism, event)
+
+
+def _refuse_wide(parts: Parts) -> None:
+    limit = uncoupled_width(parts.adapted.model)
+    if limit is not None and parts.task.window > limit:
+        raise ModelError(
+            f"data.max_length: records may have {parts.task.window} tokens, and beyond {limit} one record changes the "
+            f"positions of its whole batch in this model (longrope, dynamic); set data.max_length to {limit} or less"
+        )
 
 
 def build_workbench(config: FedLoraConfig) -> Workbench:
