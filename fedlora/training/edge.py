@@ -12,6 +12,7 @@ from fedlora.config.schema import FilesPartition
 from fedlora.config.trainer import SiteDataConfig
 from fedlora.data import Rows, partition_rows
 from fedlora.errors import DataError
+from fedlora.ledger import person_key
 
 Index = npt.NDArray[np.int64]
 
@@ -52,11 +53,11 @@ def _by_file_name(parts: Mapping[str, Index]) -> dict[str, Index]:
 
 def _refuse_shared_people(people: list[object], parts: Mapping[str, Index], column: str) -> None:
     """Count people of several clients; nobody is named."""
-    home: dict[object, str] = {}
+    home: dict[str, str] = {}
     shared = set()
     for client, index in parts.items():
         for place in index:
-            person = people[int(place)]
+            person = person_key(people[int(place)], int(place))
             if home.setdefault(person, client) != client:
                 shared.add(person)
     if shared:

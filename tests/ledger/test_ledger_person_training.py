@@ -232,6 +232,29 @@ def test_one_person_written_in_several_ways_is_one_person() -> None:
     assert len(bound_groups(groups, np.arange(5), 1)) == 2
 
 
+def test_one_person_written_in_several_ways_is_not_shared_out_over_an_edge_sites_clients(
+    tmp_path: Path,
+) -> None:
+    from fedlora.config.schema import DataConfig, FilesPartition, FileSource
+    from fedlora.config.trainer import SiteDataConfig
+    from fedlora.data import load_rows
+    from fedlora.training.edge import edge_clients
+
+    def clients(*users: object) -> list[str]:
+        paths = [tmp_path / f"{number}.jsonl" for number, _ in enumerate(users)]
+        for path, user in zip(paths, users, strict=True):
+            path.write_text(json.dumps({"text": "red", "user": user}) + "\n")
+        source = FileSource(kind="file", paths=tuple(map(str, paths)))
+        partition = FilesPartition(kind="files")
+        data = SiteDataConfig(source=source, name="people", group_by="user", partition=partition)
+        return sorted(edge_clients(load_rows(DataConfig(source=source, name="people")), data))
+
+    assert clients(7, "8") == ["0", "1"]
+    for other in (7.0, "7", " 7 "):
+        with pytest.raises(DataError, match="1 people"):
+            clients(7, other)
+
+
 def test_accounts_of_people_and_records_are_never_mixed(world: Path, tmp_path: Path) -> None:
     from fedlora.errors import TooFewRepliesError
 
