@@ -36,12 +36,19 @@ class Chosen:
         return TOKENS
 
 
+@dataclass(frozen=True)
 class ChosenTask:
+    autocast: bool = False
+
     def collate(self, records: list[Chosen]) -> dict[str, torch.Tensor]:
         return {"x": torch.stack([r.x for r in records]), "g": torch.stack([r.g for r in records])}
 
     def per_record_loss(self, model, batch) -> torch.Tensor:
-        return (model(batch["x"]) * batch["g"]).flatten(1).float().sum(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return (model(batch["x"]) * batch["g"]).flatten(1).float().sum(1)
+
+
+_PLAIN = ChosenTask()
 
 
 def cancelling(common: float, dtype: torch.dtype, seed: int, apart: float = 1e-4) -> Chosen:
@@ -53,7 +60,9 @@ def cancelling(common: float, dtype: torch.dtype, seed: int, apart: float = 1e-4
     return Chosen(x.to(dtype), torch.cat([g, -g]).to(dtype))
 
 
-def opened(dtype: torch.dtype, clients: int, dropout: float) -> tuple[PassRunner, Mechanism, LocalState]:
+def opened(
+    dtype: torch.dtype, clients: int, dropout: float, task: ChosenTask = _PLAIN
+) -> tuple[PassRunner, Mechanism, LocalState]:
     adapter = {"rank": RANK, "lora_alpha": float(RANK), "target_modules": ("q",), "dropout": dropout}
     settings = config(
         "noisy_projection",
@@ -67,7 +76,7 @@ def opened(dtype: torch.dtype, clients: int, dropout: float) -> tuple[PassRunner
     adapted = inject(Layer().to(dtype), settings.adapter, seed=7, fingerprint=FINGERPRINT)
     mechanism = build_mechanism(settings, adapted.layout)
     state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), clients)
-    return PassRunner(adapted, ChosenTask()), mechanism, mechanism.stages.prepare(mechanism, state)
+    return PassRunner(adapted, task), mechanism, mechanism.stages.prepare(mechanism, state)
 
 
 def released(runner: PassRunner, mechanism: Mechanism, state: LocalState, draws) -> torch.Tensor:
@@ -100,11 +109,10 @@ def test_a_record_whose_tokens_cancel_releases_its_projected_gradient_and_no_mor
 
 
 def test_the_probe_is_not_rounded_again_under_autocast() -> None:
-    runner, mechanism, state = opened(torch.float32, 1, 0.0)
+    runner, mechanism, state = opened(torch.float32, 1, 0.0, ChosenTask(autocast=True))
     record = cancelling(1.0, torch.bfloat16, 1, apart=0.1)  # numbers that autocast does not change
     record = Chosen(record.x.float(), record.g.float())
-    with torch.autocast("cpu", torch.bfloat16):
-        moved = released(runner, mechanism, state, [[record]])
+    moved = released(runner, mechanism, state, [[record]])
     assert torch.allclose(moved[0], expected(state, 0, record), rtol=0.0, atol=2e-5 * BOUND)
 
 
