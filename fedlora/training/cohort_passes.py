@@ -225,12 +225,14 @@ def full_float32() -> Iterator[None]:
     """Multiply float32 matrices in float32, whatever the process asked for, and restore its setting.
 
     TF32 keeps 10 bits of a factor: frames lose orthonormality (2e-4 after one product), and norm, clip
-    and noise need it.
+    and noise need it. Autocast around training is switched off for the same reason; a task's loss may switch it on for
+    its own forward pass.
     """
     asked = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(asked)
 
