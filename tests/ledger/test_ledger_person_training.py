@@ -235,7 +235,7 @@ def test_one_person_written_in_several_ways_is_one_person() -> None:
 def test_one_person_written_in_several_ways_is_not_shared_out_over_an_edge_sites_clients(
     tmp_path: Path,
 ) -> None:
-    from fedlora.config.schema import DataConfig, FilesPartition, FileSource
+    from fedlora.config.schema import DataConfig, FileSource, FilesPartition
     from fedlora.config.trainer import SiteDataConfig
     from fedlora.data import load_rows
     from fedlora.training.edge import edge_clients
