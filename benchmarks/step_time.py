@@ -6,8 +6,8 @@ Prints one JSON object: FLOPs (torch's counter), time and peak memory of each va
     python benchmarks/step_time.py --device cuda --size large --batch 16 --length 256
 
 Variants: peft (forward, backward, AdamW on both factors; PEFT's default, float32 factors), peft_bf16_adapter (bf16
-factors), lora_fa, factor, prism, noisy_projection, dp_sgd (noise and update included), opacus_hooks and opacus_ghost (where Opacus is installed),
-limit (forward and backward of the base model alone).
+factors), lora_fa, factor, prism, noisy_projection, dp_sgd (noise and update included), opacus_hooks and opacus_ghost
+(where Opacus is installed), limit (forward and backward of the base model alone).
 Variants take turns within every repetition; the ratio is the median over repetitions of time over PEFT's time of
 the same repetition. `--check` exits with 1 where a target is missed.
 """
