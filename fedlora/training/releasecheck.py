@@ -24,11 +24,10 @@ from fedlora.mechanisms.base import LocalState, Mechanism
 from fedlora.mechanisms.noise import NoiseSource
 from fedlora.mechanisms.stages import ClippedSum, NoisyUpdate
 from fedlora.names import split_block_name
+from fedlora.training.batchcheck import check_draws
 from fedlora.training.checked import SelfCheck
 from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
-from fedlora.training.drawcheck import Table, faults_of, table_sizes
-from fedlora.training.drawing import make_job, noise_source
-from fedlora.training.requests import RoundRequest
+from fedlora.training.drawing import noise_source
 from fedlora.training.scalecheck import Energies, energies_of, groups_of, joined, too_quiet, went_through
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import ModuleSpec
@@ -52,11 +51,6 @@ _FEWEST: Final = 4
 _SAME: Final = 1e-5
 _SAME_ON_DEVICES: Final = 1e-3
 """The same where kernels may sum in another order each time; a divisor that counts records changes all by far more."""
-_DRAW_ROUNDS: Final = 4
-_DRAWS: Final = 64  # of each of these rounds
-_MOST_RECORDS: Final = 10_000
-_CHANCE: Final = 1e-9
-"""Probability that sound draws are refused at one start."""
 
 
 @contextmanager
@@ -328,52 +322,6 @@ def _values(update: ClientUpdate) -> Rows:
 
 def _engine(bench: Workbench, mechanism: Mechanism) -> CohortEngine:
     return CohortEngine(bench.adapted, mechanism, bench.task, bench.config)
-
-
-class _Places:
-    """Records that are their own positions."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, indices: npt.NDArray[np.int64]) -> list[Any]:
-        return list(indices.tolist())
-
-
-def check_draws(config: FedLoraConfig) -> SelfCheck:
-    """Check that batches are Poisson draws at the public rate: a coin of its own for each record in each step.
-
-    Draws of several rounds are judged by `fedlora.training.drawcheck`, for clients with many records and with so few
-    that many draws are empty.
-    """
-    name = "batches are Poisson draws"
-    rate = config.training.sample_rate
-    if not isinstance(config.privacy, RecordPrivacy) or not (rate < 1.0):
-        return SelfCheck(name, True, "no amplification by sampling is claimed")
-    tables, twice = [], False
-    for size, count in table_sizes(rate, _MOST_RECORDS).items():
-        draws = _draws(config, count)
-        twice = twice or any(len(set(one)) < len(one) for one in draws)
-        drawn = np.zeros((len(draws), count), dtype=bool)
-        for row, one in zip(drawn, draws, strict=True):
-            row[one] = True
-        tables.append(Table(size, drawn))
-    found = faults_of(tables, rate, _CHANCE) + ["a record is drawn twice at once"] * twice
-    seen = sum(int(one.draws.sum()) for one in tables) / sum(one.draws.size for one in tables)
-    return SelfCheck(name, not found, "; ".join([f"rate {seen:.4g} of {rate:.4g}", *found]))
-
-
-def _draws(config: FedLoraConfig, count: int) -> list[list[int]]:
-    """Return the positions that a client's jobs of several rounds draw from so many records."""
-    found = []
-    for turn in range(1, _DRAW_ROUNDS + 1):
-        request = RoundRequest(_CLIENT, turn, {}, "", None, [_CLIENT], _DRAWS)  # type: ignore[arg-type]
-        job = make_job(config, _CLIENT, _Places(count), request, _DRAWS)
-        found += [list(job.draw()) for _ in range(_DRAWS)]
-    return found
 
 
 def check_release(bench: Workbench, records: Sequence[Encoded]) -> list[SelfCheck]:

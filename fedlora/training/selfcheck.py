@@ -29,6 +29,7 @@ from fedlora.training.cohort import ClientJob, ClientUpdate, CohortEngine
 from fedlora.training.cohort_passes import PassRunner
 from fedlora.training.drawing import coin_source, noise_source
 from fedlora.training.groups import public_records
+from fedlora.training.lawcheck import check_added, check_law
 from fedlora.training.releasecheck import check_release, same_seeds
 from fedlora.training.session import Workbench
 
@@ -155,6 +156,21 @@ def _largest_move(
     return whole, worst, _distance(state, missed, nothing) / worst if worst > 0.0 else 0.0, least
 
 
+def check_passes(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
+    """Check that a batch that is cut into passes gives one sum: no record counts twice, none is left out."""
+    name = "passes add up to one sum"
+    if not isinstance(bench.config.privacy, RecordPrivacy):
+        return SelfCheck(name, True, "no record-level privacy configured")
+    mechanism, adapted = bench.mechanism, bench.adapted
+    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
+    state = mechanism.stages.prepare(mechanism, state)
+    whole, cut = (_clipped(bench, state, records, most) for most in (None, _PAIR))
+    nothing = replace(whole, blocks=whole.blocks.like(torch.zeros_like(whole.blocks.flat)))
+    gap, length = _distance(state, whole, cut), _distance(state, whole, nothing)
+    passed = gap <= _tolerance(bench.config) * length
+    return SelfCheck(name, passed, f"sums differ by {gap / max(length, 1e-30):.2e} of their length")
+
+
 class _Louder:
     """A task whose losses, and so gradients, are larger by a factor."""
 
@@ -247,7 +263,10 @@ def run_selfchecks(bench: Workbench) -> list[SelfCheck]:
     return [
         check_uncoupled(bench, records),
         check_clip(bench, records),
+        check_passes(bench, records),
         check_sources(bench.config),
+        check_law(bench),
+        check_added(bench),
         check_empty_draws(bench),
         *check_release(bench, records),
     ]
@@ -271,8 +290,11 @@ def _losses(bench: Workbench, records: Sequence[Encoded]) -> torch.Tensor:
     return losses.detach().to(torch.float64).cpu()
 
 
-def _clipped(bench: Workbench, state: LocalState, records: Sequence[Encoded]) -> ClippedSum:
-    return PassRunner(bench.adapted, bench.task).clipped_sums(bench.mechanism, state, [list(records)])
+def _clipped(
+    bench: Workbench, state: LocalState, records: Sequence[Encoded], most: int | None = None
+) -> ClippedSum:
+    """Return one client's clipped sum, with so many records in one pass at most."""
+    return PassRunner(bench.adapted, bench.task, most).clipped_sums(bench.mechanism, state, [list(records)])
 
 
 def _distance(state: LocalState, left: ClippedSum, right: ClippedSum) -> float:

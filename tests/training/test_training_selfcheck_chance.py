@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedlora.training import releasecheck, scalecheck, selfcheck
+from fedlora.training import batchcheck, lawcheck, releasecheck, scalecheck, selfcheck
 
 COORDINATES = 1e9
 BLOCKS = 1e4
@@ -67,6 +67,17 @@ def test_the_noise_checks_deviation_is_held_to_these_bounds(scale: float, passes
     assert selfcheck.check_noise(Alternating(scale)).passed is passes
 
 
+def correlated(count: int, limit: float) -> float:
+    """Bound of the probability that the mean of x_i y_i (or of x_i x_{i+k}) leaves -limit to limit.
+
+    A quadratic form of normals whose matrix has norm 1 at most and squared Frobenius norm count / 2: Laurent and
+    Massart (see `chance.mixed_energy_bounds`), P(S >= 2 F sqrt(x) + 2 x) <= exp(-x).
+    """
+    frobenius, wanted = math.sqrt(count / 2.0), limit * count
+    root = (math.sqrt(frobenius**2 + 2.0 * wanted) - frobenius) / 2.0
+    return 2.0 * math.exp(-(root**2))
+
+
 def test_a_sound_trainer_is_not_refused_by_chance() -> None:
     """All checks together: less than once in 4 * 10^8 starts of a trainer."""
     numbers = 2 * 256 - 1
@@ -88,6 +99,14 @@ def test_a_sound_trainer_is_not_refused_by_chance() -> None:
         * (releasecheck._CLIENTS + releasecheck._STEPS + releasecheck._MOST_ROUNDS + 1)
         * scalecheck._CHANCE,
         "a group of releases has too little noise in a block": GROUPS * BLOCKS * scalecheck._CHANCE,
-        "draws are taken for no Poisson draws": releasecheck._CHANCE,
+        "draws are taken for no Poisson draws": batchcheck._CHANCE,
+        "noise is taken for no Gaussian one": (1 + len(lawcheck._ENDS)) * lawcheck._CHANCE,
+        "numbers of noise are correlated": 38 * correlated(lawcheck._NUMBERS, lawcheck._LIKE),
+        "numbers of noise stand twice": float(
+            stats.poisson.sf(
+                (1.0 - lawcheck._ONCE) * 4 * lawcheck._NUMBERS / 2.0,
+                math.comb(4 * lawcheck._NUMBERS, 2) * 2.0 * coincide(2),
+            )
+        ),
     }
     assert sum(levels.values()) < 2.5e-9, levels
