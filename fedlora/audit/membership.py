@@ -289,20 +289,18 @@ def _verdict(
     privacy = bench.config.privacy
     claimed, delta = None, 0.0
     conditions: dict[str, Any] = {
-        "unit": privacy.unit,
+        "unit": "person" if getattr(privacy, "group_by", None) else "record",
+        "adjacency": "add_or_remove",
         "adversary": _ADVERSARY,
+        "accountant": "none: nothing is claimed against this adversary",
+        "sampling": "none: the canary is in every step",
         "attacked_steps": shadows.steps,
     }
     if isinstance(privacy, RecordPrivacy):
         delta = privacy.target_delta
         event = shadows.mechanism.step_event().times(shadows.steps)
         report = epsilon_of(event, delta, adjacency="add_or_remove", accountant=privacy.accountant)
-        claimed = report.epsilon
-        conditions |= {
-            "adjacency": "add_or_remove",
-            "accountant": report.accountant,
-            "sampling": "none: the canary is in every step",
-        }
+        claimed, conditions["accountant"] = report.epsilon, report.accountant
     if bound is None:
         bound = _held_out_bound(scores, shadows.truth, delta)
     roc = roc_figures(scores, shadows.truth)

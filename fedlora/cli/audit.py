@@ -81,7 +81,7 @@ def audit(
     """Audit one run or configuration."""
     from fedlora.audit.client_checks import run_client_checks
     from fedlora.audit.noise_check import check_noise_scale
-    from fedlora.audit.run_claim import hold_to_claim, read_claim
+    from fedlora.audit.run_claim import hold_to_claim, hold_to_noise, read_claim
     from fedlora.audit.verdict import write_verdict
     from fedlora.training.selfcheck import run_selfchecks
 
@@ -95,6 +95,7 @@ def audit(
         claim = read_claim(folder, bench.config, bench.event)
         checks.append(claim.check())
         verdicts = [hold_to_claim(one, claim) for one in verdicts]
+    verdicts = [hold_to_noise(one, bench.config) for one in verdicts]
     place = output or folder
     written = []
     if place is not None:
@@ -219,13 +220,18 @@ def _text(verdicts: list[Verdict], checks: list[SelfCheck], left_out: dict[str, 
             if one.claimed_epsilon is None
             else f"claimed epsilon {at_least_digits(one.claimed_epsilon)}"
         )
-        power = "" if one.power is None else f", power at half the noise {one.power:.2f}"
+        power = "" if one.power is None else f", power at half the noise {one.power:.2f} ({_repeats(one)})"
         lines.append(
             f"{one.attack}: {one.verdict}; lower bound {at_most_digits(one.lower_bound)} at confidence "
             f"{one.confidence:g}, {claimed}{power}, AUC {one.figures['auc']:.3f}"
         )
         lines += [f"  {key}: {value}" for key, value in one.conditions.items() if value not in (None, [])]
-        if one.delta:
+        if one.delta is not None:
             lines.append(f"  delta: {one.delta:g}")
     lines += [f"{name}: left out: {why}" for name, why in left_out.items()]
     return "\n".join(lines)
+
+
+def _repeats(verdict: Verdict) -> str:
+    done = verdict.figures.get("power_repeats")
+    return "1 repeat" if done == 1 else f"{done} repeats"

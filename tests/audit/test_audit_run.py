@@ -211,6 +211,20 @@ def test_damaged_files_are_named(run_folder):
         read_claim(run_folder, config)
 
 
+def test_a_run_of_seeded_noise_never_passes(tmp_path):
+    """Attacks draw noise of their own, so that they see nothing of the seed."""
+    root = make_world(tmp_path)
+    values = container(root, root / "runs", data={"labels": ["cold", "warm"]})
+    assert values["privacy"]["noise_source"] == "seeded-test-only"
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    result = CliRunner().invoke(app, [str(tmp_path / "run.yaml"), *QUICK, "--strict"])
+    (verdict,) = json.loads(result.stdout)["audits"]
+    assert verdict["power"] == 1.0
+    assert verdict["verdict"] == "weak attack"
+    assert verdict["conditions"]["privacy"].startswith("NO PRIVACY: seeded test noise")
+    assert result.exit_code == WeakAuditError.exit_code
+
+
 def test_overrides_of_a_run_are_refused(run_folder):
     result = CliRunner().invoke(app, [str(run_folder), "privacy.noise_multiplier=9"])
     assert result.exit_code != 0
@@ -225,6 +239,18 @@ def test_all_attacks_say_which_ones_do_not_fit(run_folder):
     names = [one["attack"] for one in said["audits"]]
     assert names == ["gradient-canary", "loss", "release", "calibrated", "noise-free"]
     assert said["left_out"] == {}
+    for verdict in said["audits"]:  # a bound on epsilon too, where nothing is claimed
+        meaning = verdict["conditions"]
+        assert {"unit", "adjacency", "adversary", "accountant", "sampling"} <= set(meaning), verdict["attack"]
+        assert (meaning["unit"], meaning["adjacency"]) == ("record", "add_or_remove")
+        assert verdict["delta"] is not None
+
+
+def test_the_command_says_delta_zero_and_how_often_power_was_measured(run_folder):
+    options = ("--attack", "noise-free", "--trials", "12")
+    assert "  delta: 0\n" in CliRunner().invoke(app, [str(run_folder), *options]).output
+    said = CliRunner().invoke(app, [str(run_folder), "--repeats", "1", "--canaries", "20000"]).output
+    assert "power at half the noise 1.00 (1 repeat)" in said
 
 
 # -- the rules behind it ------------------------------------------------------------------------------------
