@@ -82,6 +82,7 @@ def svg(
     log_x: bool = False,
     y_label: str = "epsilon",
     signed: bool = False,
+    note: str = "",
 ) -> str:
     """Return the chart as SVG text.
 
@@ -94,6 +95,7 @@ def svg(
       log_x: logarithmic parameter axis.
       y_label: name of the vertical axis.
       signed: values of any sign on a linear scale; only those that are not finite leave a gap.
+      note: what the values mean, in small letters under the headline.
     """
     low, high, log_y = _extent(curves, signed)
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -106,6 +108,7 @@ def svg(
         f'font-size="12" role="img"><title>{html.escape(title)}</title>',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="22" font-size="15" font-weight="bold">{html.escape(title)}</text>',
+        f'<text x="{_LEFT}" y="38" font-size="9">{html.escape(note)}</text>',
     ]
     parts.extend(_grid(_ticks(min(x), max(x), log_x), _ticks(low, high, log_y), at, (x[0], high)))
     parts.extend(_titles(x_label, y_label))

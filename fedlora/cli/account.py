@@ -79,7 +79,7 @@ def gaussian(
         renyi = epsilon_of(one, delta, adjacency=relation, accountant="rdp")
         return {"best bound": best.epsilon, "Renyi moments": renyi.epsilon}
 
-    run_plot(plot, chart, values, curves, "Sampled Gaussian mechanism")
+    run_plot(plot, chart, values, curves, "Sampled Gaussian mechanism", report)
     finish(report, values, as_json=as_json, plot=plot)
 
 
@@ -114,7 +114,7 @@ def projection(
     def curves(v: dict[str, Any]) -> dict[str, float]:
         return projection_curves(event_of_groups(v, group, clip), v["steps"], delta, relation)
 
-    run_plot(plot, chart, values, curves, "Noisy projection")
+    run_plot(plot, chart, values, curves, "Noisy projection", report)
     extra = {"bound": kind_of_bound(report.accountant), "bound_asked": bound}
     finish(report, described(event, values), as_json=as_json, plot=plot, extra=extra)
 
@@ -157,7 +157,7 @@ def vector_command(
         at = (v["width"], v["rank"], v["alignment"], left)
         return {"exact profile": vector.exact_epsilon(*at), "Theorem 1": vector.theorem1(*at)}
 
-    run_plot(plot, chart, values, curves, "Vector projection")
+    run_plot(plot, chart, values, curves, "Vector projection", report)
     finish(report, values, as_json=as_json, plot=plot, extra={**extra, "delta": delta})
 
 
@@ -202,7 +202,7 @@ def m1_command(
             "as printed": m1.several_columns(event, delta, paper=True),
         }
 
-    run_plot(plot, chart, values, curves, "M1")
+    run_plot(plot, chart, values, curves, "M1", report)
     finish(report, values, as_json=as_json, plot=plot)
 
 
@@ -235,7 +235,7 @@ def sketch_command(
             ),
         }
 
-    run_plot(plot, chart, values, curves, "Gaussian sketch")
+    run_plot(plot, chart, values, curves, "Gaussian sketch", report)
     finish(
         report,
         values,
@@ -282,7 +282,7 @@ def pave_command(
             "order 2 (Theorem 3.5)": pave.order_two(one, delta),
         }
 
-    run_plot(plot, chart, values, curves, "PAVE specification")
+    run_plot(plot, chart, values, curves, "PAVE specification", report)
     finish(
         report,
         values,

@@ -175,6 +175,7 @@ def run_plot(
     values: Mapping[str, Any],
     curves: Callable[[dict[str, Any]], dict[str, float]],
     title: str,
+    report: EpsilonReport,
 ) -> None:
     """Evaluate the curves over the swept parameter and write the chart; nothing without a path."""
     if path is None:
@@ -187,7 +188,14 @@ def run_plot(
             rows.append(curves({**values, name: int(point) if whole else point}))
     series = {label: [row[label] for row in rows] for label in rows[0]}
     fixed = ", ".join(f"{k} {v:g}" for k, v in values.items() if k != name and isinstance(v, (int, float)))
-    _write(path, plot.svg(f"{title}: {fixed}", name.replace("_", " "), points, series, log_x=True))
+    rate = "Poisson at the rate shown" if name == "sample_rate" else _sampling(values)
+    means = (
+        f"delta {report.delta:g}; {report.adjacency}; per clipped unit (a record, or a client's update); against one "
+        f"who sees all releases; bounds as named; sampling: {rate}"
+    )
+    means += "; conditions: as printed" if report.conditions else ""
+    chart = plot.svg(f"{title}: {fixed}", name.replace("_", " "), points, series, log_x=True, note=means)
+    _write(path, chart)
 
 
 def _write(path: Path, chart: str) -> None:
@@ -211,6 +219,9 @@ def finish(
     """Print a report with its parameters."""
     finite_epsilon(report.epsilon)
     result: dict[str, Any] = {**report.to_json(), "parameters": dict(values)}
+    result["unit"] = result["unit"] or _UNIT
+    result["adversary"] = _ADVERSARY.format(releases=result["num_events"])
+    result["sampling_assumption"] = _sampling(values)
     result["alternatives"] = {**result["alternatives"], **(alternatives or {})}
     if order is not None and event is not None:
         if not order > 1.0 or not math.isfinite(order):
@@ -229,6 +240,13 @@ _ADVERSARY = (
 )
 
 
+def _sampling(values: Mapping[str, Any]) -> str:
+    rate = values.get("sample_rate")
+    if rate is None or rate >= 1.0:
+        return "none: that unit may be in every release"
+    return f"Poisson: that unit joins each release by a coin of its own, at rate {rate:g}"
+
+
 def _text(result: Mapping[str, Any]) -> str:
     epsilon = result["epsilon"]
     shown = epsilon if isinstance(epsilon, str) else at_least_digits(epsilon, 6)
@@ -236,8 +254,9 @@ def _text(result: Mapping[str, Any]) -> str:
         f"epsilon {shown} at delta {result['delta']:g}",
         f"  bound:      {result['accountant']}",
         f"  neighbours: {result['adjacency']}",
-        f"  unit:       {result['unit'] or _UNIT}",
-        f"  adversary:  {_ADVERSARY.format(releases=result['num_events'])}",
+        f"  unit:       {result['unit']}",
+        f"  adversary:  {result['adversary']}",
+        f"  sampling:   {result['sampling_assumption']}",
     ]
     for name, value in result["alternatives"].items():
         lines.append(f"  also:       {name}: {value if isinstance(value, str) else f'{value:.6g}'}")

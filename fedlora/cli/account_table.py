@@ -22,6 +22,15 @@ _COLUMNS = (
     "gaussian",
 )
 
+_MEANS = {
+    "unit": "one record, whose whole gradient was clipped before the projection",
+    "adjacency": "add_or_remove",
+    "adversary": "sees every release and every projection, and knows all records but that one",
+    "accountant": "by column: Theorem 5 as published, Renyi moments, our smallest bound, a lower bound, no projection",
+    "sampling_assumption": "Poisson at each row's rate; at rate 1 the record is in every step",
+}
+"""What each figure of the table means, beside its delta."""
+
 
 @guarded
 def table(delta: DeltaOption = 1e-5, as_json: JsonOption = False) -> None:
@@ -32,7 +41,9 @@ def table(delta: DeltaOption = 1e-5, as_json: JsonOption = False) -> None:
         rows = measured.table(delta)
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
     lines.extend("| " + " | ".join(f"{row[name]:.4g}" for name in _COLUMNS) + " |" for row in rows)
-    emit({"delta": delta, "rows": rows}, as_json=as_json, text="\n".join(lines))
+    means = {"delta": delta, **_MEANS}
+    lines.extend(f"{name.replace('_', ' ')}: {said}" for name, said in means.items())
+    emit({**means, "rows": rows}, as_json=as_json, text="\n".join(lines))
 
 
 __all__ = ["table"]

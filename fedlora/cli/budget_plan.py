@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlora.accounting import Event, GaussianEvent, PoissonGaussianEvent, calibrate_noise_multiplier
 from fedlora.errors import LedgerError, PrivacyParameterError, UnsupportedEventError
+from fedlora.figures import at_least
 from fedlora.ledger import Account, Budget, Ledger, person_event
 
 if TYPE_CHECKING:
@@ -143,12 +144,22 @@ def plan_record(ledger: Ledger, plan: Plan, client: str) -> dict[str, Any]:
 
 
 def plan_text(record: Mapping[str, Any]) -> str:
-    """Return a plan's record for people, one line per account."""
-    return "\n".join(
-        f"{row['client']}: spent {row['spent']:.4f}, after the run {row['projected']:.4f} of {row['budget']:g} at "
-        f"delta {row['delta']:g}: {'fits' if row['fits'] else 'does NOT fit'}; at most {row['most_steps']} steps fit"
-        for row in record["accounts"]
-    )
+    """Return a plan's record for people: a line per account, and what its figures mean once for all that share it."""
+    lines: dict[str, list[str]] = {}
+    for row in record["accounts"]:
+        means = (
+            f"  epsilon: unit {row['unit']}; relation {row['adjacency']}; delta {row['delta']:g}; accountant "
+            f"{row['accountant']}\n  holds against: {row['adversary']}\n  sampling: {row['sampling_assumption']}"
+        )
+        said = (
+            f"{row['client']}: spent {at_least(row['spent'])}, after the run {at_least(row['projected'])} of "
+            f"{row['budget']:g} ({row['window']}): {'fits' if row['fits'] else 'does NOT fit'}; at most "
+            f"{row['most_steps']} steps fit"
+        )
+        lines.setdefault("\n".join([means, *(f"  note: {one}" for one in row["conditions"])]), []).append(
+            said
+        )
+    return "\n".join(text for means, said in lines.items() for text in [*said, means])
 
 
 def project(ledger: Ledger, account: Account, plan: Plan) -> dict[str, Any]:
@@ -171,6 +182,10 @@ def project(ledger: Ledger, account: Account, plan: Plan) -> dict[str, Any]:
         "delta": projection.budget.delta,
         "unit": projection.budget.unit,
         "adjacency": projection.budget.adjacency,
+        "adversary": projection.adversary,
+        "accountant": projection.accountant,
+        "sampling_assumption": projection.sampling_assumption,
+        "conditions": list(projection.conditions),
         "window": projection.budget.window,
         "fits": projection.fits,
         "most_steps": projection.most_steps,

@@ -123,7 +123,7 @@ def _epsilon_means(settings: FedLoraConfig) -> str:
 
     return (
         f"epsilon: of each trial alone; {conditions_line(conditions_of(settings))}; where a trial changes one of "
-        "these, its own summary.json says what holds"
+        "these, table.csv says what holds"
     )
 
 
@@ -134,7 +134,7 @@ def _write_results(out: Path, plan: SweepPlan, results: Sequence[TrialResult], m
     table = f"{table_text(results, plan.metric, plan.larger_is_better)}\n{means}"
     replace_text(out / "table.txt", table + "\n")
     replace_text(out / "table.csv", table_csv(results))
-    replace_text(out / "plot.svg", plot_svg(results, plan.metric))
+    replace_text(out / "plot.svg", plot_svg(results, plan.metric, means))
     return table
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from fedlora.accounting import Event, compose, epsilon_of, within_budget
+from fedlora.accounting.reports import EpsilonReport
 from fedlora.errors import LedgerError, UnsupportedEventError
 from fedlora.ledger.projection import first_period, multiset_of, period_of
+from fedlora.ledger.reports import ADVERSARY, UNIT_NOTES, is_sampled, sampling_of
 from fedlora.ledger.state import LedgerState
 from fedlora.ledger.types import Account, Budget
 
@@ -16,13 +18,20 @@ SEARCH_LIMIT: Final = 10_000_000
 
 @dataclass(frozen=True)
 class Projection:
-    """Spend before and after a plan, in the budget's window; `most_steps` is how many of its steps still fit."""
+    """Spend before and after a plan, in the budget's window; `most_steps` is how many of its steps still fit.
+
+    `accountant`, `adversary`, `sampling_assumption` and `conditions` say, with the budget, what `projected` means.
+    """
 
     spent: float
     projected: float
     budget: Budget
     fits: bool
     most_steps: int
+    accountant: str
+    adversary: str
+    sampling_assumption: str
+    conditions: tuple[str, ...]
 
 
 def project(
@@ -49,17 +58,14 @@ def project(
     window = first_period(budget.window, period_of(now))
     base = [(state.event(event_id), count) for event_id, count in multiset_of(spend, window)]
 
-    def epsilon(extra: int) -> float:
-        pairs = [*base, (event, extra)] if extra > 0 else base
-        if not pairs:
-            return 0.0
+    def report(pairs: list[tuple[Event, int]]) -> EpsilonReport:
         return epsilon_of(
             compose(pairs), budget.delta, adjacency=budget.adjacency, accountant=budget.accountant
-        ).epsilon
+        )
 
     def fits(extra: int) -> bool:
         if budget.accountant != "best":
-            return bool(epsilon(extra) <= budget.epsilon)
+            return bool(report([*base, (event, extra)]).epsilon <= budget.epsilon)
         pairs = [*base, (event, extra)]
         return bool(within_budget(compose(pairs), budget.epsilon, budget.delta, adjacency=budget.adjacency))
 
@@ -69,4 +75,16 @@ def project(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Projection(epsilon(0), epsilon(steps), budget, steps <= low or fits(steps), low)
+    after = report([*base, (event, steps)])
+    sampled = any(is_sampled(one) for one, _ in [*base, (event, steps)])
+    return Projection(
+        report(base).epsilon if base else 0.0,
+        after.epsilon,
+        budget,
+        steps <= low or fits(steps),
+        low,
+        after.accountant,
+        ADVERSARY[budget.unit],
+        sampling_of(budget.unit, sampled),
+        (UNIT_NOTES[budget.unit], *after.conditions),
+    )

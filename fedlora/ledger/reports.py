@@ -51,7 +51,8 @@ def verify_report(state: LedgerState) -> VerifyReport:
     return VerifyReport(state.seq, len(state.accounts), len(state.pending), state.head, state.ledger_id)
 
 
-def _is_sampled(event: Event) -> bool:
+def is_sampled(event: Event) -> bool:
+    """Return whether an event claims amplification by sampling."""
     return any(
         getattr(leaf, "sample_rate", None) is not None and not getattr(leaf, "sample_rate", 1.0) >= 1.0
         for leaf, _ in event.leaves()
@@ -86,7 +87,7 @@ def make_report(
     window = multiset_of(spend, first_period(terms.window, period_of(now)))
     epsilon, accountant, conditions = _evaluate(projector, window, at, terms)
     lifetime = epsilon if window == whole else _evaluate(projector, whole, at, terms)[0]
-    sampled = any(_is_sampled(projector.event(event)) for event, _ in whole)
+    sampled = any(is_sampled(projector.event(event)) for event, _ in whole)
     notes = [UNIT_NOTES[terms.unit], *conditions, *state.accounts[number].conditions, *state.conditions]
     if at != terms.delta:
         notes.append(f"recomputed at delta {at:g}; the budget is at delta {terms.delta:g}")
@@ -101,7 +102,7 @@ def make_report(
         adjacency=terms.adjacency,
         unit=terms.unit,
         adversary=ADVERSARY[terms.unit],
-        sampling_assumption=_sampling(terms.unit, sampled),
+        sampling_assumption=sampling_of(terms.unit, sampled),
         num_events=sum(steps for _, steps in whole),
         conditions=tuple(dict.fromkeys(notes)),
         integrity="full" if state.loaded_from == 0 else f"since entry {state.loaded_from}",
@@ -110,7 +111,8 @@ def make_report(
     )
 
 
-def _sampling(unit: str, sampled: bool) -> str:
+def sampling_of(unit: str, sampled: bool) -> str:
+    """Return how records (or clients) must have been drawn for an epsilon to hold."""
     if unit == "client":
         return POISSON_CLIENTS if sampled else NO_CLIENT_SAMPLING
     return POISSON if sampled else NO_SAMPLING

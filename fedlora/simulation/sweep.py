@@ -76,6 +76,8 @@ class TrialResult:
     Attributes:
         epsilon: what this trial alone costs a client, from its own events.
         spent: largest epsilon in the clients' ledger after it (earlier trials included).
+        statement: what both mean: unit, adjacency, adversary, delta, accountant, sampling; empty in files of earlier
+            versions.
         error: set if it could not run.
     """
 
@@ -87,6 +89,7 @@ class TrialResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     epsilon: float | None = None
     spent: float | None = None
+    statement: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 0
     folder: str = ""
     error: str = ""
@@ -206,6 +209,7 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
         metrics=dict(result.metrics or {}),
         epsilon=result.statement.get("epsilon_from_this_runs_events"),
         spent=result.epsilon,
+        statement=dict(result.statement),
         rounds=result.rounds,
         folder=str(result.folder),
     )

@@ -7,6 +7,7 @@ import html
 import io
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from fedlora.figures import at_least
 from fedlora.simulation.sweep import TrialResult
 
 _COLOURS = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#2c3e50")
+_MEANING = ("delta", "unit", "adjacency", "adversary", "accountant", "sampling_assumption")
+"""What an epsilon means, by its names in a run's statement."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 640.0, 400.0, 64.0, 48.0, 20.0, 160.0
 
 
@@ -80,12 +83,12 @@ def table_text(results: Sequence[TrialResult], metric: str, larger_is_better: bo
 
 
 def table_csv(results: Sequence[TrialResult]) -> str:
-    """Return one line per trial with all its metrics."""
+    """Return one line per trial with all its metrics and what its epsilon means."""
     names = sorted({name for one in results for name in one.metrics})
     stream = io.StringIO()
     writer = csv.writer(stream)
     writer.writerow(
-        ["trial", "seed", "status", "mechanism", "overrides", "epsilon", "rounds", *names, "error"]
+        ["trial", "seed", "status", "mechanism", "overrides", "epsilon", *_MEANING, "rounds", *names, "error"]
     )
     for one in results:
         row = [
@@ -95,6 +98,7 @@ def table_csv(results: Sequence[TrialResult]) -> str:
             one.mechanism,
             " ".join(one.overrides),
             one.epsilon,
+            *(one.statement.get(name, "") for name in _MEANING),
             one.rounds,
         ]
         writer.writerow([*row, *(one.metrics.get(name, "") for name in names), one.error])
@@ -127,8 +131,14 @@ class _Axes:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (value - self.low) / (self.high - self.low)
 
 
-def plot_svg(results: Sequence[TrialResult], metric: str) -> str:
-    """Draw the metric against epsilon, one line per mechanism, with the seeds' spread as bars."""
+def plot_svg(results: Sequence[TrialResult], metric: str, means: str = "") -> str:
+    """Draw the metric against epsilon, one line per mechanism, with the seeds' spread as bars.
+
+    Args:
+        results: PUBLIC. Trials.
+        metric: that is drawn.
+        means: what the epsilons mean, written below the axis.
+    """
     shown = [one for one in points(results, metric) if one.epsilon is None or math.isfinite(one.epsilon)]
     if not shown:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="320" height="40"><text y="24">no results</text></svg>'
@@ -143,9 +153,17 @@ def plot_svg(results: Sequence[TrialResult], metric: str) -> str:
         note = "" if any(one.epsilon is not None for one in own) else " (no privacy)"
         parts.append(f'<circle cx="{_WIDTH - _RIGHT + 16}" cy="{y - 4}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{_WIDTH - _RIGHT + 26}" y="{y}">{html.escape(mechanism + note)}</text>')
+    said = textwrap.wrap(means, 120)
+    height = _HEIGHT + 13.0 * len(said)
+    parts += [
+        f'<text x="8" y="{_HEIGHT + 13.0 * at + 4:.0f}" font-size="10">{html.escape(line)}</text>'
+        for at, line in enumerate(said)
+    ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" '
-        'font-family="sans-serif" font-size="12">' + "".join(parts) + "</svg>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{height:.0f}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{_WIDTH:.0f}" height="{height:.0f}" fill="white"/>'
+        + "".join(parts)
+        + "</svg>"
     )
 
 
@@ -173,7 +191,6 @@ def _levels(own: Sequence[Point], axes: _Axes, colour: str) -> list[str]:
 
 def _frame(metric: str, axes: _Axes) -> str:
     parts = [
-        f'<rect width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" fill="white"/>',
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{_HEIGHT - _BOTTOM}" y2="{_HEIGHT - _BOTTOM}" stroke="black"/>',
         f'<line x1="{_LEFT}" x2="{_LEFT}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" stroke="black"/>',
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedlora.accounting import plot
+from fedlora.cli import account_table
 from fedlora.cli.account import app
 from fedlora.errors import FedLoraError, PrivacyParameterError
 
@@ -199,3 +201,31 @@ def test_chart_escapes_and_leaves_gaps() -> None:
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
     assert "inf" not in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "sampling"),
+    [((), "none: that unit may be in every release"), (("--sample-rate", "0.1"), "at rate 0.1")],
+)
+def test_every_figure_states_unit_adversary_and_sampling(
+    tmp_path: Path, rate: tuple[str, ...], sampling: str
+) -> None:
+    chart = tmp_path / "chart.svg"
+    options = ["gaussian", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "3", *rate]
+    said = json.loads(CliRunner().invoke(app, [*options, "--json", "--plot", str(chart)]).output)
+    assert all(said[name] for name in ("unit", "adversary", "accountant"))
+    assert said["adjacency"] == "add_or_remove"
+    assert said["sampling_assumption"].endswith(sampling)
+    assert f"sampling:   {said['sampling_assumption']}" in CliRunner().invoke(app, options).output
+    drawn = html.unescape(chart.read_text())
+    for word in ("delta 1e-05", "add_or_remove", "per clipped unit", "who sees all releases", sampling):
+        assert word in drawn
+
+
+def test_the_table_states_what_its_figures_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dict.fromkeys(account_table._COLUMNS, 1.0)
+    monkeypatch.setattr(account_table.measured, "table", lambda delta: [row])
+    said = json.loads(CliRunner().invoke(app, ["table", "--delta", "1e-6", "--json"]).output)
+    text = CliRunner().invoke(app, ["table", "--delta", "1e-6"]).output
+    for name in ("delta", "unit", "adjacency", "adversary", "accountant", "sampling_assumption"):
+        assert f"{name.replace('_', ' ')}: {said[name]}" in text

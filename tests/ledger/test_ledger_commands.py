@@ -19,6 +19,7 @@ from ledger_helpers import BUDGET, EVENT, SITE, spend
 from fedlora.accounting import PoissonGaussianEvent, epsilon_of
 from fedlora.cli.main import main
 from fedlora.errors import FedLoraError, LedgerError
+from fedlora.figures import at_least
 from fedlora.ledger import Account, Budget, load_or_create_secret, open_ledger
 
 
@@ -149,6 +150,22 @@ def test_plan_from_options(site: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(capsys, "plan", site, *options, 1, *new)[1]["accounts"][0]["spent"] == 0.0
     assert run(capsys, "plan", site, "--dataset", "news-2026")[0] == 21
     assert run(capsys, "plan", site, *options, 1, "--event", '{"kind": "unknown"}')[0] == 23
+
+
+def test_a_plan_says_what_its_epsilon_means_and_rounds_it_up(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["plan", site, "--dataset", "news-2026", "--noise-multiplier", "10", "--sample-rate", "0.5"]
+    _, record = run(capsys, *options, "--steps", 10)
+    main(["budget", *map(str, options), "--steps", "10"])
+    text = capsys.readouterr().out
+    for row in record["accounts"]:
+        assert f"spent {at_least(row['spent'])}, after the run {at_least(row['projected'])} of" in text
+        for word in ("unit", "adjacency", "adversary", "accountant", "sampling_assumption"):
+            assert row[word]
+            assert row[word] in text
+        assert row["sampling_assumption"].startswith("Poisson")
+        assert f"delta {row['delta']:g}" in text
 
 
 CONFIG = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -174,3 +176,22 @@ def test_table_and_plot_show_spread_over_seeds() -> None:
     drawing = ElementTree.fromstring(plot_svg(results, "accuracy"))
     assert len(drawing.findall("{http://www.w3.org/2000/svg}circle")) == 2 + 2
     ElementTree.fromstring(plot_svg([], "accuracy"))
+
+
+def test_a_sweeps_table_and_plot_say_what_each_epsilon_means():
+    means = {
+        "delta": 1e-5,
+        "unit": "one record, not one person",
+        "adjacency": "add_or_remove",
+        "adversary": "anyone who sees all updates",
+        "accountant": "best",
+        "sampling_assumption": "Poisson sampling at the public rate 0.2",
+    }
+    trial = TrialResult("1", (), 1, "finished", "lora_fa", {"accuracy": 0.5}, 3.0, 4.0, statement=means)
+    (row,) = csv.DictReader(io.StringIO(table_csv([trial])))
+    assert {name: row[name] for name in means} == {name: str(value) for name, value in means.items()}
+    said = "epsilon: " + "; ".join(map(str, means.values()))
+    drawn = ElementTree.fromstring(plot_svg([trial], "accuracy", said)).itertext()
+    assert said in " ".join(drawn)
+    old = TrialResult("1", (), 1, "finished")  # a file of an earlier version
+    assert next(csv.DictReader(io.StringIO(table_csv([old]))))["unit"] == ""
