@@ -12,7 +12,6 @@ from fedlora.errors import DeploymentError
 _LOG = logging.getLogger(__name__)
 _ROUND_EPSILON = (
     "Largest epsilon that a client has reported so far (under client-level privacy the federation's); "
-    "fedlora report RUN says its unit, relation, adversary, delta, accountant and sampling."
 )
 Labels = tuple[tuple[str, str], ...]
 
@@ -61,13 +60,17 @@ class Registry:
         return "\n".join(lines) + "\n"
 
 
-def server_registry() -> Registry:
-    """Return the server's registry with its metrics declared."""
+def server_registry(means: str) -> Registry:
+    """Return the server's registry with its metrics declared.
+
+    Args:
+        means: what the run's epsilon means: unit, relation, adversary, delta, accountant and sampling.
+    """
     registry = Registry()
     registry.describe("fedlora_round", "gauge", "Last round that is over.")
     registry.describe("fedlora_round_accepted", "gauge", "Clients whose reply counted in the last round.")
     registry.describe("fedlora_round_asked", "gauge", "Clients asked in the last round.")
-    registry.describe("fedlora_round_epsilon", "gauge", _ROUND_EPSILON)
+    registry.describe("fedlora_round_epsilon", "gauge", f"{_ROUND_EPSILON}{means}.")
     registry.describe("fedlora_restarts_total", "counter", "SuperLink or ServerApp started again.")
     return registry
 

@@ -34,6 +34,7 @@ from fedlora.config import save_resolved
 from fedlora.errors import CheckpointError, DeploymentError, FedLoraError, FileAccessError
 from fedlora.files import FolderLock
 from fedlora.names import ENV_ROSTER, RUN_FOLDER_UNWRITABLE
+from fedlora.report.conditions import conditions_line, conditions_of
 
 _LOG = logging.getLogger("fedlora.server")
 START_SECONDS = 60.0
@@ -72,7 +73,8 @@ class ServerRole:
             raise
         self._state = StateFile(plan.state, "server")
         self._audit = AuditLog(plan.state / "audit.jsonl")
-        self.registry = server_registry()
+        self._means = conditions_line(conditions_of(plan.config))
+        self.registry = server_registry(self._means)
         self._token = control_token(plan.state)
         self._child: Child | None = None
         self._control: Control | None = None
@@ -185,7 +187,9 @@ class ServerRole:
         }
         forget_failure(self.run_folder)
         self._flower_run = self._asked().start_run(build_bundle(self._app_dir), settings)
-        self._state.update(status="running", run_id=self.run_id, folder=str(self.run_folder))
+        self._state.update(
+            status="running", run_id=self.run_id, folder=str(self.run_folder), epsilon_means=self._means
+        )
         self._audit.write("run started", run=self.run_id, flower_run=self._flower_run, resume=self._resume)
         _LOG.info("run %s %s", self.run_id, "goes on" if self._resume else "started")
 

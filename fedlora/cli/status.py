@@ -69,7 +69,7 @@ def _line(role: Mapping[str, Any]) -> str:
         f"{key} {role[key]}" for key in ("status", "run_id", "round", "epsilon", "reason") if role.get(key)
     ]
     if role.get("epsilon"):
-        known.append("what epsilon means: fedlora report RUN")
+        known.append(f"epsilon is {role.get('epsilon_means') or 'explained by fedlora report RUN'}")
     if role["alive"] and isinstance(role.get("connected"), bool):
         known.append("connected" if role["connected"] else "not connected")
     parts = [f"{alive} (pid {role['pid']})", *known, f"changed {age:.0f} s ago"]

@@ -16,7 +16,7 @@ from fedlora.cli.metrics import MetricsServer, Registry
 from fedlora.cli.processes import StopSignals
 from fedlora.cli.state import AuditLog, StateFile, note_change
 from fedlora.config.schema import FileSource
-from fedlora.config.trainer import TrainerConfig, load_trainer, site_path
+from fedlora.config.trainer import SiteBudgetConfig, TrainerConfig, load_trainer, site_path
 from fedlora.errors import DataError, FedLoraError
 from fedlora.training.port import Packet, unpack_request
 from fedlora.training.service_server import Took
@@ -80,7 +80,7 @@ class RunningTrainer:
         self._config, self._file = config, config_file
         self._check_records()
         self._site = build_site(config, config_file)
-        self._registry = _registry()
+        self._registry = _registry(config.budget)
         self._audit = AuditLog(self._path(config.operations.audit_log))
         self._service: Any = None
         self._state: StateFile | None = None
@@ -218,7 +218,9 @@ def _adapter(packet: Packet) -> str | None:
         return None
 
 
-def _registry() -> Registry:
+def _registry(budget: SiteBudgetConfig) -> Registry:
+    from fedlora.ledger.reports import ADVERSARY
+
     registry = Registry()
     registry.describe("fedlora_requests_total", "counter", "Requests served on the trainer's socket.")
     registry.describe("fedlora_request_seconds_total", "counter", "Seconds spent on requests.")
@@ -232,7 +234,8 @@ def _registry() -> Registry:
     registry.describe(
         "fedlora_epsilon_spent",
         "gauge",
-        "Epsilon that the client's own ledger says is spent; fedlora budget show says its delta, unit, relation, "
-        "adversary, accountant and sampling.",
+        f"Epsilon that the client's own ledger says is spent; per {budget.unit}, {budget.adjacency}, delta "
+        f"{budget.delta:g}, against {ADVERSARY[budget.unit]}; accountant {budget.accountant}; sampling as in the runs "
+        "that were paid for, which fedlora budget show tells.",
     )
     return registry

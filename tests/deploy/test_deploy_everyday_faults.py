@@ -315,7 +315,7 @@ def test_status_tells_whether_a_relay_is_connected(
 
 
 def test_every_metric_of_the_server_has_a_type_and_a_help_text() -> None:
-    registry = server_registry()
+    registry = server_registry("no privacy")
     for name in ("fedlora_round", "fedlora_round_accepted", "fedlora_round_asked", "fedlora_round_epsilon"):
         registry.set(name, 1.0)
     registry.add("fedlora_restarts_total")

@@ -208,7 +208,7 @@ def test_ten_thousand_odd_requests_pass_the_gate_only_where_they_may() -> None:
 
 
 def test_hostile_requests_leave_the_metrics_page_usable(capfd: pytest.CaptureFixture[str]) -> None:
-    server = MetricsServer("127.0.0.1:0", server_registry(), lambda: True)
+    server = MetricsServer("127.0.0.1:0", server_registry("no privacy"), lambda: True)
     port = server.port
     draw = random.Random(5)
     starts = [

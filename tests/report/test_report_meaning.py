@@ -1,4 +1,4 @@
-"""Wherever a command shows an epsilon, what it means stands beside it, or where to read it."""
+"""Wherever a command shows an epsilon, what it means stands beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 from types import SimpleNamespace
 
 from fedlora.cli import dock_release, metrics, status, sweep, trainer
+from fedlora.config.trainer import SiteBudgetConfig
+from fedlora.ledger.reports import ADVERSARY
+from fedlora.report.conditions import conditions_line
 from fedlora.specs.types import PrivacyStatement
 
 STATED = PrivacyStatement(
@@ -19,19 +22,39 @@ STATED = PrivacyStatement(
     sampling="none",
     num_events=3,
 )
+LINE = conditions_line(
+    {"unit": "one record", "adjacency": "add_or_remove", "delta": 1e-5, "adversary": "all"}
+)
 WORDS = ("record", "add_or_remove", "anyone who sees the file", "1e-05", "pld", "none")
 
 
-def test_the_figures_of_a_server_and_a_site_say_where_their_meaning_stands():
-    assert "fedlora report RUN says its unit" in metrics.server_registry().text()
-    described = trainer._registry().text()
-    assert "fedlora budget show says its delta" in described
+def test_the_figures_of_a_server_and_a_site_say_what_they_mean():
+    assert f"{LINE}." in metrics.server_registry(LINE).text()
+    budget = SiteBudgetConfig(
+        epsilon=8.0,
+        delta=1e-5,
+        on_exhausted="refuse",
+        adjacency="replace_one",
+        unit="person",
+        accountant="rdp",
+    )
+    described = trainer._registry(budget).text()
+    for word in (
+        "per person",
+        "replace_one",
+        "delta 1e-05",
+        ADVERSARY["person"],
+        "accountant rdp",
+        "sampling",
+    ):
+        assert word in described
 
 
-def test_the_status_of_a_server_says_where_its_epsilons_meaning_stands():
+def test_the_status_of_a_server_says_what_its_epsilon_means():
     role = {"role": "server", "folder": "s", "alive": True, "pid": 1, "updated": time.time(), "epsilon": 1.5}
-    assert "what epsilon means: fedlora report RUN" in status._line(role)
-    assert "what epsilon means" not in status._line({**role, "epsilon": None})
+    assert f"epsilon is {LINE}" in status._line({**role, "epsilon_means": LINE})
+    assert "explained by fedlora report RUN" in status._line(role)  # a state file of an earlier version
+    assert "epsilon is" not in status._line({**role, "epsilon": None})
 
 
 def test_a_written_specification_says_what_its_epsilon_means(tmp_path):
