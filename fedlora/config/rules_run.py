@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from fedlora.addresses import host_and_port
 from fedlora.config.problems import Problem
@@ -90,6 +90,29 @@ def public_eval_choice(v: View) -> Iterator[Problem]:
         yield Problem("data.public_eval", text)
 
 
+def evaluation_is_not_on_private_records(v: View) -> Iterator[Problem]:
+    """Records that train under privacy are no public ones: what they evaluate to is printed, without noise."""
+    if v.unit in ("", "none") or v("data.marked_public") is True:
+        return
+    text = "names the records that are trained on; their losses would be printed without noise, under no epsilon. "
+    advice = "Name other records, or set data.marked_public where all of them are public"
+    own, other = v("data.source"), v("data.public_eval.source")
+    split = v("data.public_eval.split")
+    if split is not None and split in ("all", v("data.source.split", "train")):
+        yield Problem("data.public_eval.split", text + advice)
+    if isinstance(own, Mapping) and isinstance(other, Mapping) and _share_records(own, other):
+        yield Problem("data.public_eval.source", text + advice)
+
+
+def _share_records(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if own.get("kind") == other.get("kind") == "file":
+        paths, others = own.get("paths"), other.get("paths")
+        if not (isinstance(paths, list | tuple) and isinstance(others, list | tuple)):
+            return False
+        return not {str(one) for one in paths}.isdisjoint(str(one) for one in others)
+    return dict(own) == dict(other)
+
+
 def keys_of_the_task(v: View) -> Iterator[Problem]:
     """Keys that only tasks with prompts read."""
     task = v("model.task")
@@ -138,6 +161,7 @@ RUN_RULES: tuple[Rule, ...] = (
     member_rules,
     aggregation_keys,
     public_eval_choice,
+    evaluation_is_not_on_private_records,
     keys_of_the_task,
     label_count,
     quantization_package,

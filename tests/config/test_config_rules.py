@@ -204,6 +204,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "data.public_eval",
         "exactly one",
     ),
+    "evaluation on the training records": (
+        {
+            "data__source": {"kind": "file", "paths": ["a.jsonl", "b.jsonl"]},
+            "data__public_eval": {"source": {"kind": "file", "paths": ["b.jsonl"]}},
+        },
+        "data.public_eval.source",
+        "without noise",
+    ),
+    "evaluation on the training split": (
+        {"data__public_eval": {"split": "train"}},
+        "data.public_eval.split",
+        "Name other records",
+    ),
     "labels that do not add up": (
         {"model__num_labels": 3, "data__labels": ["a", "b"]},
         "model.num_labels",
@@ -261,6 +274,20 @@ GOOD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(GOOD))
 def test_sensible_combinations_are_accepted(name: str) -> None:
     assert config_from_container(container(**GOOD[name]))
+
+
+def test_records_that_are_public_or_not_protected_may_be_evaluated_on() -> None:
+    same = {"data__public_eval": {"split": "train"}}
+    assert config_from_container(container(**same, data__marked_public=True)).data.marked_public
+    free = config_from_container(
+        container(
+            **same,
+            privacy={"unit": "none"},
+            mechanism={"kind": "none"},
+            federation__aggregation={"kind": "product"},
+        )
+    )
+    assert free.privacy.unit == "none"
 
 
 def test_h26_a_missing_quantisation_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
