@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from fedlora.errors import AuditFailedError
+from fedlora.figures import finite
 from fedlora.files import replace_text
 
 Word = Literal["passed", "weak attack", "failed", "leaks as expected"]
@@ -48,8 +49,8 @@ class Verdict:
     samples_as_the_run: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return {
+        """Return JSON-ready values; an infinite epsilon is the text "inf"."""
+        found = {
             "attack": self.attack,
             "verdict": self.verdict,
             "claimed_epsilon": self.claimed_epsilon,
@@ -62,6 +63,7 @@ class Verdict:
             "conditions": dict(self.conditions),
             "figures": dict(self.figures),
         }
+        return {name: finite(value) for name, value in found.items()}
 
 
 def judge(claimed_epsilon: float | None, lower_bound: float, power: float | None) -> Word:

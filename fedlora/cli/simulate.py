@@ -233,14 +233,19 @@ def summary_text(result: RunResult) -> str:
     lines = [f"{result.status}: {result.rounds} rounds in {result.seconds.get('wall', 0.0):.0f} s"]
     if result.metrics:
         lines.append("public evaluation: " + ", ".join(f"{k} {v:.4f}" for k, v in result.metrics.items()))
-    if result.epsilon is not None:
-        from fedlora.report.conditions import conditions_line
-
-        lines.append(f"epsilon {at_least(result.epsilon)}: {conditions_line(result.statement)}")
-    else:
-        lines.append("no privacy")
+    lines.append(_epsilon_line(result))
     lines += [f"warning: {line}" for line in result.warnings]
     if result.adapter is not None:
         lines.append(f"adapter: {result.adapter} (PEFT format, reloaded and checked)")
     lines.append(f"run folder: {result.folder}, report: {result.folder / 'report.html'}")
     return "\n".join(lines)
+
+
+def _epsilon_line(result: RunResult) -> str:
+    """Return a run's epsilon with its meaning; a private run that spent nothing is not called unprivate."""
+    from fedlora.report.conditions import conditions_line
+
+    means = conditions_line(result.statement)
+    if result.epsilon is not None:
+        return f"epsilon {at_least(result.epsilon)}: {means}"
+    return means if result.statement.get("privacy") == "none" else f"no epsilon is known; it would be {means}"

@@ -26,7 +26,7 @@ def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
     """
     privacy = config.privacy
     if isinstance(privacy, NoPrivacy):
-        return {"privacy": "none", "note": NO_PRIVACY}
+        return {"privacy": "none", "mechanism": config.mechanism.kind, "note": NO_PRIVACY}
     record = isinstance(privacy, RecordPrivacy)
     seeded = privacy.noise_source == "seeded-test-only"
     bound = getattr(config.mechanism, "gradient_bound", None)

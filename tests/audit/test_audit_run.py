@@ -225,6 +225,16 @@ def test_a_run_of_seeded_noise_never_passes(tmp_path):
     assert result.exit_code == WeakAuditError.exit_code
 
 
+def test_a_run_that_states_an_infinite_epsilon_is_audited_and_written(run_folder):
+    _summary(run_folder, epsilon="inf")
+    result, said = _audit(run_folder, "--repeats", "0", "--canaries", "2000", "--json")
+    assert result.exit_code == 0, result.output
+    (verdict,) = said["audits"]
+    assert verdict["conditions"]["epsilon_that_the_run_states"] == "inf"
+    assert read_run(run_folder).audits == [verdict]
+    assert "inf" in render(read_run(run_folder))
+
+
 def test_overrides_of_a_run_are_refused(run_folder):
     result = CliRunner().invoke(app, [str(run_folder), "privacy.noise_multiplier=9"])
     assert result.exit_code != 0

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
-from simulation_helpers import configuration, metric_lines
+from simulation_helpers import configuration, container, metric_lines
 from typer.testing import CliRunner
 
-from fedlora.config import tracking
+from fedlora.config import config_from_container, tracking
 from fedlora.config.schema import TrackingConfig
 from fedlora.errors import ConfigError
 from fedlora.figures import at_least
@@ -218,6 +218,17 @@ def test_a_stated_bound_is_repeated_as_an_assumption(tiny_world, tmp_path):
     assert "at most 2.5: stated by the configuration, not enforced" in conditions_line(conditions_of(config))
 
 
+def test_a_run_without_privacy_names_its_mechanism(tiny_world, tmp_path):
+    free = {
+        "privacy": None,
+        "mechanism": {"kind": "none"},
+        "federation": {"aggregation": {"kind": "product"}},
+    }
+    values = {**container(tiny_world, tmp_path, **free), "privacy": {"unit": "none"}}
+    found = conditions_of(config_from_container(values))
+    assert (found["mechanism"], conditions_line(found)) == ("none", "no privacy")
+
+
 def test_no_privacy_has_no_conditions():
     assert conditions_line({"privacy": "none"}) == "no privacy"
     assert "not stated" in conditions_line({"unit": "one record"})
@@ -261,6 +272,16 @@ def test_the_command_shows_conditions_and_writes_the_page(prism_run, capsys):
 
 
 # -- trackers ------------------------------------------------------------------------------------------------
+
+
+def test_a_private_run_that_spent_nothing_is_not_called_one_without_privacy(prism_run):
+    from fedlora.cli.simulate import summary_text
+
+    said = summary_text(replace(prism_run, epsilon=None))
+    assert f"no epsilon is known; it would be {conditions_line(prism_run.statement)}" in said
+    assert "no privacy" not in said
+    free = replace(prism_run, epsilon=None, statement={"privacy": "none", "mechanism": "none"})
+    assert "no privacy" in summary_text(free)
 
 
 def test_a_missing_package_is_named_before_anything_is_read(monkeypatch):
