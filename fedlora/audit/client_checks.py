@@ -22,6 +22,7 @@ from fedlora.config.schema import ClientPrivacy
 from fedlora.errors import TooFewRepliesError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise
 from fedlora.training.checked import SelfCheck
+from fedlora.training.lawcheck import TIMES, FixedNoise
 from fedlora.training.releasecheck import judge_fresh
 from fedlora.training.session import Workbench
 from fedlora.wire.payload import AdapterPayload
@@ -30,6 +31,10 @@ _ROUNDS = 3
 """Rounds (or shares) of noise that are compared: float32 numbers are the same in three by chance 1 time in 10^14."""
 _MOST = 2**40
 """All directions, of which one a block is tried."""
+_MANY = 16
+"""Clients beside whose long updates the noise must be the same as beside nobody's."""
+_SHORT = 0.1
+"""Length of updates that are not clipped, in units of the bound, for the first; others are up to 1.75 times as long."""
 _WHOLE = "sum|update"
 _TOLERANCE = 1e-4
 """Relative; updates travel as float32."""
@@ -72,14 +77,15 @@ class _Probe:
         return [int(at) for at in np.unique(self.every.labels, return_index=True)[1]]
 
     def released(
-        self, server: Server, updates: list[AdapterPayload], noise: NoiseSource
+        self, server: Server, updates: list[AdapterPayload], noise: NoiseSource, answers: int = 1
     ) -> dict[str, Float64]:
-        """Return the released sum (mean times divisor) of some updates."""
+        """Return the released sum (mean times divisor) of some updates, each sent so many times."""
         plan, aggregator = server.plan, server.aggregator
         aggregator.begin(self.start)
         if self.honest is None:
             for number, update in enumerate(updates):
-                aggregator.add(f"check-{number:03d}", update)
+                for _ in range(answers):
+                    aggregator.add(f"check-{number:03d}", update)
             aggregator.finish()
         else:
             everybody = updates + [self.canaries.nobody] * (self.honest - len(updates))
@@ -88,7 +94,7 @@ class _Probe:
 
 
 def check_client_clip(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
-    """Check that one client moves the sum by at most C whatever it sends, and whatever it says beside it.
+    """Check that one client moves the sum by at most C whatever it sends, how often, and whatever it says beside it.
 
     Long updates along one direction of every block, and along all of these at once: a clip that leaves out a block, or
     clips each alone, is seen.
@@ -99,7 +105,7 @@ def check_client_clip(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
     for long in [*singles, _together(probe.every.nobody, singles)]:
         server = open_server(bench, _Silent())
         loud = AdapterPayload(**{**vars(long), "notes": {"num_examples": 1000}})
-        worst = max(worst, probe.metric.norm(probe.released(server, [loud], _Silent())))
+        worst = max(worst, probe.metric.norm(probe.released(server, [loud], _Silent(), answers=2)))
     passed = worst <= bound * (1 + _TOLERANCE)
     return SelfCheck("whole updates are clipped", passed, f"largest move {worst:.4g}, bound {bound:.4g}")
 
@@ -125,6 +131,37 @@ def check_divisor(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
     rest = {name: block - sum(one[name] for one in alone) for name, block in both.items()}
     gap = probe.metric.norm(rest) / bound
     return SelfCheck("the divisor is public", gap <= _TOLERANCE, f"sums differ by {gap:.2e} of the bound")
+
+
+def check_added(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
+    """Check that a release is the sum and the noise and nothing else: linear in updates and in numbers for noise."""
+    probe = _Probe(bench, privacy)
+    bound = open_server(bench, _Silent()).plan.clipping_norm
+    many = range(min(_MANY if probe.honest is None else probe.honest, probe.canaries.size))
+
+    def released(length: float, factor: float) -> Float64:
+        source, updates = FixedNoise(factor), []
+        if length > 0.0:  # of different lengths, which no coarse grid holds
+            updates = [probe.canaries.update(at, length * (1.0 + 0.05 * at) * bound) for at in many]
+        return _row(probe.released(open_server(bench, source), updates, source))[0]
+
+    noise, short = released(0.0, 1.0), released(_SHORT, 0.0)
+    pairs = [
+        (released(0.0, TIMES), TIMES * noise),
+        (released(TIMES * _SHORT, 0.0), TIMES * short),
+        (released(OVERSHOOT, 1.0) - released(OVERSHOOT, 0.0), noise),
+    ]
+    values = max(float(np.abs(block).max(initial=0.0)) for block in probe.canaries.nobody.blocks.values())
+    rounding = (
+        8.0 * float(np.finfo(np.float32).eps) * values * (probe.honest or 1)
+    )  # updates travel as values
+    gaps = [
+        max(0.0, float(np.abs(one - other).max()) - rounding) / max(float(np.abs(other).max()), 1e-30)
+        for one, other in pairs
+    ]
+    silent = not noise.any()
+    said = "there is none" if silent else f"largest relative change {max(gaps):.2e}"
+    return SelfCheck("noise is added as it is", not silent and max(gaps) <= _TOLERANCE, said)
 
 
 def check_empty_rounds(bench: Workbench, privacy: ClientPrivacy) -> SelfCheck:
@@ -179,7 +216,9 @@ def run_client_checks(bench: Workbench) -> list[SelfCheck]:
     privacy = bench.config.privacy
     if not isinstance(privacy, ClientPrivacy):
         return []
-    return [check(bench, privacy) for check in (check_client_clip, check_divisor, check_empty_rounds)]
+    return [
+        check(bench, privacy) for check in (check_client_clip, check_divisor, check_added, check_empty_rounds)
+    ]
 
 
-__all__ = ["check_client_clip", "check_divisor", "check_empty_rounds", "run_client_checks"]
+__all__ = ["check_added", "check_client_clip", "check_divisor", "check_empty_rounds", "run_client_checks"]

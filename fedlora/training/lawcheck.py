@@ -45,7 +45,7 @@ _LIKE: Final = 0.08
 """Correlation of two draws, or of a draw with itself some places on: reached once in 10^18 by chance."""
 _LONG: Final = 30.0
 """Size of a made-up sum's values, in units of the bound: sums of many records are as long."""
-_TIMES: Final = 3.0
+TIMES: Final = 3.0
 """No power of two: what is rounded, or cut off, does not become three times as large."""
 _SAME: Final = 2e-5
 
@@ -99,13 +99,14 @@ def _alike(draws: Sequence[Numbers]) -> list[str]:
 
 
 @dataclass
-class _Fixed:
-    """The same numbers each time, `factor` times as large."""
+class FixedNoise:
+    """The same numbers each time, `factor` times as large: to see what becomes of noise."""
 
     factor: float
     private: bool = True
 
     def gaussians(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Return (count,) numbers."""
         numbers = torch.randn(count, generator=torch.Generator().manual_seed(1))
         return (self.factor * numbers).to(device=device, dtype=dtype)
 
@@ -123,14 +124,14 @@ def check_added(bench: Workbench) -> SelfCheck:
     state = mechanism.stages.prepare(mechanism, opened)
 
     def released(size: float, factor: float) -> torch.Tensor:
-        sources: list[NoiseSource] = [_Fixed(factor)]
+        sources: list[NoiseSource] = [FixedNoise(factor)]
         return mechanism.noise(state, _sum(bench, state, size), sources).blocks.flat
 
     with full_float32():
         noise, alone = released(0.0, 1.0), released(_LONG, 0.0)
         gap = {
-            "noise of other size": _gap(released(0.0, _TIMES), _TIMES * noise),
-            "a sum of other size": _gap(released(_TIMES * _LONG, 0.0), _TIMES * alone),
+            "noise of other size": _gap(released(0.0, TIMES), TIMES * noise),
+            "a sum of other size": _gap(released(TIMES * _LONG, 0.0), TIMES * alone),
             "noise beside a sum": _gap(released(_LONG, 1.0), noise + alone),
         }
     faults = [what for what, change in gap.items() if not (change <= _SAME)]
@@ -155,4 +156,4 @@ def _sum(bench: Workbench, state: LocalState, size: float) -> ClippedSum:
     )
 
 
-__all__ = ["check_added", "check_law", "judge_law"]
+__all__ = ["TIMES", "FixedNoise", "check_added", "check_law", "judge_law"]

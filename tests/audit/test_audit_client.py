@@ -111,7 +111,29 @@ def _late(self, release, plan):
     return self.mode.apply(mean), plan.event
 
 
-_release = ClientRelease.release
+def _noised_by_the_sum(change):
+    """A release whose noise is changed by the sum, or whose sum is, before they are added."""
+
+    def released(self, source):
+        noise = self._metric.noise(
+            self._shapes, self._plan.noise_multiplier * self._plan.clipping_norm, source
+        )
+        length = self._metric.norm(self._sum)
+        mean = {
+            name: change(block, noise[name], length) / self._plan.expected_clients
+            for name, block in self._sum.items()
+        }
+        return mean, self._plan.clipping_norm
+
+    return released
+
+
+_release, _add = ClientRelease.release, round_module.Aggregator.add
+
+
+def _again(self, client, payload, weight=1.0):
+    self._accepted.pop(client, None)
+    return _add(self, client, payload, weight)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +142,42 @@ _release = ClientRelease.release
         (ClientRelease, "release", _by_count, "the divisor is public"),
         (ClientRelease, "release", _skipped, "rounds without answers"),
         (round_module.Aggregator, "_finish_private", _late, "rounds without answers"),
+        (round_module.Aggregator, "add", _again, "whole updates are clipped"),
+        (
+            ClientRelease,
+            "release",
+            _noised_by_the_sum(lambda total, noise, length: total + noise * (0.5 if length > 1.0 else 1.0)),
+            "noise is added as it is",
+        ),
+        (
+            ClientRelease,
+            "release",
+            _noised_by_the_sum(lambda total, noise, length: total + np.clip(noise, -2.0, 2.0)),
+            "noise is added as it is",
+        ),
+        (
+            ClientRelease,
+            "release",
+            _noised_by_the_sum(lambda total, noise, length: total + noise.astype(np.float16)),
+            "noise is added as it is",
+        ),
+        (
+            ClientRelease,
+            "release",
+            _noised_by_the_sum(lambda total, noise, length: total.astype(np.float16) + noise),
+            "noise is added as it is",
+        ),
     ],
-    ids=["divisor", "empty", "late-charge"],
+    ids=[
+        "divisor",
+        "empty",
+        "late-charge",
+        "a client that answers twice",
+        "half the noise beside a long sum",
+        "noise cut off",
+        "noise of 16 bits",
+        "a sum of 16 bits",
+    ],
 )
 def test_client_checks_catch_what_one_release_cannot_show(model, monkeypatch, where, what, fault, check):
     bench = make_client_bench(model)
@@ -134,7 +190,7 @@ def test_client_checks_catch_what_one_release_cannot_show(model, monkeypatch, wh
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_client_checks_pass_for_every_release(model, case):
     found = run_client_checks(make_client_bench(model, **CASES[case]))
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(one.passed for one in found), found
 
 
