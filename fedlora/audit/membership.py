@@ -40,7 +40,7 @@ from fedlora.wire.payload import AdapterPayload
 Floats = npt.NDArray[np.float64]
 _CANDIDATES: Final = 16
 _TOKENS: Final = 24
-_CONFIDENCE: Final = 0.95
+CONFIDENCE: Final = 0.95
 _ADVERSARY: Final = "knows all records but the canary, lora_A and the start; sees one client's update"
 
 
@@ -182,15 +182,20 @@ def _losses(bench: Workbench, adapter: AdapterPayload, records: Sequence[Encoded
     return found
 
 
-def loss_attack(bench: Workbench, shadows: Shadows) -> Verdict:
-    """Compare the canary's loss over shadow clients; lower means member."""
+def loss_attack(bench: Workbench, shadows: Shadows, *, confidence: float = CONFIDENCE) -> Verdict:
+    """Compare the canary's loss over shadow clients; lower means member. `confidence` is the bound's."""
     adapters = (_adapter(bench, shadows.start, payload) for payload in shadows.payloads)
     losses = [_losses(bench, adapter, [shadows.canary])[0] for adapter in adapters]
-    return _verdict(bench, shadows, "loss", -np.asarray(losses))
+    return _verdict(bench, shadows, "loss", -np.asarray(losses), confidence)
 
 
-def release_attack(bench: Workbench, shadows: Shadows) -> Verdict:
+def release_attack(bench: Workbench, shadows: Shadows, *, confidence: float = CONFIDENCE) -> Verdict:
     """Look for the canary's gradient in the releases themselves, with lora_A and D known.
+
+    Args:
+        bench: model and mechanism.
+        shadows: what was released.
+        confidence: of the lower bound.
 
     Raises:
         UnsupportedCombinationError: if the mechanism does not send values in its own coordinates.
@@ -211,7 +216,7 @@ def release_attack(bench: Workbench, shadows: Shadows) -> Verdict:
     gradients = _gradients(bench, [*shadows.records, shadows.canary])
     explained, _ = np.linalg.qr(gradients[:-1].T)
     rest = gradients[-1] - explained @ (explained.T @ gradients[-1])
-    return _verdict(bench, shadows, "release", moves @ rest / max(float(rest @ rest), 1e-300))
+    return _verdict(bench, shadows, "release", moves @ rest / max(float(rest @ rest), 1e-300), confidence)
 
 
 def _flat(payload: AdapterPayload, names: Sequence[str]) -> Floats:
@@ -232,7 +237,12 @@ def _gradients(bench: Workbench, records: Sequence[Encoded]) -> Floats:
 
 
 def calibrated_attack(
-    bench: Workbench, *, records: int = 32, steps: int = 8, noise: NoiseSource | None = None
+    bench: Workbench,
+    *,
+    records: int = 32,
+    steps: int = 8,
+    noise: NoiseSource | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Verdict:
     """Score L(x; reference) - L(x; target) of one target model; members were chosen by fair coins.
 
@@ -243,6 +253,7 @@ def calibrated_attack(
         records: audited records, and as many for the reference.
         steps: local steps (1 under a shared projection).
         noise: the target's and the reference's noise source; the operating system's by default.
+        confidence: of the lower bound.
     """
     source = OsNoise() if noise is None else noise
     public = public_records(bench.task, 2 * records, _TOKENS)
@@ -273,8 +284,8 @@ def calibrated_attack(
     delta = privacy.target_delta if isinstance(privacy, RecordPrivacy) else 0.0
     bound = 0.0
     if 0 < truth[2:].sum() < len(truth) - 2:
-        bound, _ = best_one_run_bound(scores[2:], truth[2:], delta=delta, confidence=_CONFIDENCE)
-    return _verdict(bench, shadows, "calibrated", scores, bound=bound, more=perplexity)
+        bound, _ = best_one_run_bound(scores[2:], truth[2:], delta=delta, confidence=confidence)
+    return _verdict(bench, shadows, "calibrated", scores, confidence, bound=bound, more=perplexity)
 
 
 def _verdict(
@@ -282,6 +293,7 @@ def _verdict(
     shadows: Shadows,
     attack: str,
     scores: Floats,
+    confidence: float,
     *,
     bound: float | None = None,
     more: dict[str, float] | None = None,
@@ -302,7 +314,7 @@ def _verdict(
         report = epsilon_of(event, delta, adjacency="add_or_remove", accountant=privacy.accountant)
         claimed, conditions["accountant"] = report.epsilon, report.accountant
     if bound is None:
-        bound = _held_out_bound(scores, shadows.truth, delta)
+        bound = _held_out_bound(scores, shadows.truth, delta, confidence)
     roc = roc_figures(scores, shadows.truth)
     figures = {
         "auc": roc.auc,
@@ -317,7 +329,7 @@ def _verdict(
         word,
         claimed,
         bound,
-        _CONFIDENCE,
+        confidence,
         None,
         delta,
         conditions,
@@ -326,7 +338,7 @@ def _verdict(
     )
 
 
-def _held_out_bound(scores: Floats, truth: npt.NDArray[np.bool_], delta: float) -> float:
+def _held_out_bound(scores: Floats, truth: npt.NDArray[np.bool_], delta: float, confidence: float) -> float:
     """Choose the threshold on the even trials and take the bound from the odd ones."""
     chosen, kept = slice(0, None, 2), slice(1, None, 2)
     if not (0 < truth[kept].sum() < len(truth[kept])) or not (0 < truth[chosen].sum() < len(truth[chosen])):
@@ -338,4 +350,4 @@ def _held_out_bound(scores: Floats, truth: npt.NDArray[np.bool_], delta: float) 
 
     ordered = np.sort(scores[chosen])
     cut = max(((ordered[1:] + ordered[:-1]) / 2).tolist(), key=gap)
-    return bound_at(scores[kept], truth[kept], cut, delta=delta, confidence=_CONFIDENCE)
+    return bound_at(scores[kept], truth[kept], cut, delta=delta, confidence=confidence)

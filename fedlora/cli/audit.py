@@ -169,12 +169,12 @@ def run_attacks(
     Raises:
         UnsupportedCombinationError: if the only attack that was asked for does not fit.
     """
-    runs = _attacks(bench, repeats, canaries, trials)
     if quick:
         fitting = {"record": ("gradient",), "client": ("client",), "none": ("release", "loss")}
         attacks = fitting[bench.config.privacy.unit]
     elif len(attacks) > 1 and bench.config.privacy.unit != "client":
         attacks = tuple(name for name in attacks if name != "client")
+    runs = _attacks(bench, repeats, canaries, trials, _confidence(bench, attacks))
     found, left_out = [], {}
     for name in attacks:
         try:
@@ -186,7 +186,18 @@ def run_attacks(
     return found, left_out
 
 
-def _attacks(bench: Workbench, repeats: int, canaries: int, trials: int) -> dict[str, Callable[[], Verdict]]:
+def _confidence(bench: Workbench, attacks: tuple[str, ...]) -> float:
+    """Return each attack's confidence: those that test the same run's claim share one probability of a false alarm."""
+    from fedlora.audit.membership import CONFIDENCE
+
+    client = bench.config.privacy.unit == "client"
+    testing = [name for name in attacks if name != "noise-free" and (name == "client") == client]
+    return 1.0 - (1.0 - CONFIDENCE) / max(1, len(testing))
+
+
+def _attacks(
+    bench: Workbench, repeats: int, canaries: int, trials: int, confidence: float
+) -> dict[str, Callable[[], Verdict]]:
     from dataclasses import replace
 
     from fedlora.audit import membership
@@ -203,11 +214,19 @@ def _attacks(bench: Workbench, repeats: int, canaries: int, trials: int) -> dict
         return replace(membership.release_attack(free, made), attack="noise-free")
 
     return {
-        "gradient": lambda: GradientAudit(bench, canaries=canaries).run(repeats=repeats),
-        "client": lambda: ClientAudit(bench, canaries=canaries).run(repeats=repeats),
-        "loss": lambda: with_power(lambda n: membership.loss_attack(bench, shadows(n, 4)), repeats),
-        "release": lambda: with_power(lambda n: membership.release_attack(bench, shadows(n, 1)), repeats),
-        "calibrated": lambda: with_power(lambda n: membership.calibrated_attack(bench, noise=n), repeats),
+        "gradient": lambda: GradientAudit(bench, canaries=canaries, confidence=confidence).run(
+            repeats=repeats
+        ),
+        "client": lambda: ClientAudit(bench, canaries=canaries, confidence=confidence).run(repeats=repeats),
+        "loss": lambda: with_power(
+            lambda n: membership.loss_attack(bench, shadows(n, 4), confidence=confidence), repeats
+        ),
+        "release": lambda: with_power(
+            lambda n: membership.release_attack(bench, shadows(n, 1), confidence=confidence), repeats
+        ),
+        "calibrated": lambda: with_power(
+            lambda n: membership.calibrated_attack(bench, noise=n, confidence=confidence), repeats
+        ),
         "noise-free": control,
     }
 

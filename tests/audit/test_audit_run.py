@@ -249,6 +249,7 @@ def test_all_attacks_say_which_ones_do_not_fit(run_folder):
     names = [one["attack"] for one in said["audits"]]
     assert names == ["gradient-canary", "loss", "release", "calibrated", "noise-free"]
     assert said["left_out"] == {}
+    assert [one["confidence"] for one in said["audits"]] == pytest.approx([0.9875] * 4 + [0.95])
     for verdict in said["audits"]:  # a bound on epsilon too, where nothing is claimed
         meaning = verdict["conditions"]
         assert {"unit", "adjacency", "adversary", "accountant", "sampling"} <= set(meaning), verdict["attack"]
