@@ -91,8 +91,12 @@ def public_eval_choice(v: View) -> Iterator[Problem]:
 
 
 def evaluation_is_not_on_private_records(v: View) -> Iterator[Problem]:
-    """Records that train under privacy are no public ones: what they evaluate to is printed, without noise."""
-    if v.unit in ("", "none") or v("data.marked_public") is True:
+    """Records that train under privacy are no public ones: what they evaluate to is printed, without noise.
+
+    Without a partition clients' records stand in the sites' own files, not in `data.source`.
+    """
+    simulated = v("data.partition") is not None
+    if not simulated or v.unit in ("", "none") or v("data.marked_public") is True:
         return
     text = "names the records that are trained on; their losses would be printed without noise, under no epsilon. "
     advice = "Name other records, or set data.marked_public where all of them are public"
