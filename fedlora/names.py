@@ -10,6 +10,9 @@ WIRE_SCHEMA: Final = 1
 CONFIG_SCHEMA: Final = 1
 """Version of the YAML schema; older ones are migrated, newer ones refused."""
 
+STATES_FOLDER: Final = "clients"
+"""Where a simulation's run folder holds its clients' optimiser state."""
+
 # Records of one Flower message.
 ARRAYS: Final = "adapter"
 META: Final = "meta"

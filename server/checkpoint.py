@@ -17,6 +17,7 @@ import numpy as np
 
 from fedlora.errors import CheckpointError, FedLoraError
 from fedlora.training.port import Packet, decode_packet, encode_packet
+from fedlora.training.slots import KEPT_CHECKPOINTS
 from fedlora.wire.codec import from_arrays, to_arrays
 from fedlora.wire.payload import AdapterPayload
 from server.folder import write_atomically
@@ -24,7 +25,6 @@ from server.folder import write_atomically
 _LOG = logging.getLogger(__name__)
 _VERSION: Final = 1
 _DIGEST: Final = 32
-_KEEP: Final = 2
 _LIMIT: Final = 8_000_000_000
 
 
@@ -72,7 +72,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     data = encode_packet(Packet(record, packed))
     path = _file(folder, checkpoint.round)
     write_atomically(path, hashlib.sha256(data).digest() + data)
-    for old in sorted(folder.glob("round-*.ckpt"))[:-_KEEP]:
+    for old in sorted(folder.glob("round-*.ckpt"))[:-KEPT_CHECKPOINTS]:
         old.unlink(missing_ok=True)
     return path
 

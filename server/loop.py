@@ -15,10 +15,12 @@ from flwr.serverapp import Grid
 from fedlora.config.resolve import config_hash
 from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import AggregationError, BudgetExceededError, TooFewRepliesError
+from fedlora.names import STATES_FOLDER
 from fedlora.report.diagnostics import RoundDiagnostics
 from fedlora.report.trackers import Trackers
 from fedlora.simulation.settings import RoundRecord, ServerSettings
 from fedlora.training.requests import ClientReply
+from fedlora.training.slots import drop_states_after
 from fedlora.wire.fingerprint import payload_fingerprint
 from fedlora.wire.payload import AdapterPayload
 from server.checkpoint import Checkpoint, load_newest, save
@@ -121,8 +123,10 @@ class RoundLoop:
         """
         if not any(self._checkpoints.glob("round-*.ckpt")):
             self._folder.keep_rounds_up_to(-1)  # the start is noted again
+            drop_states_after(self._folder.path / STATES_FOLDER, 0)
             return
         found = load_newest(self._checkpoints, self._hash)
+        drop_states_after(self._folder.path / STATES_FOLDER, found.round)
         self._strategy.restore(found.payload, found.state)
         self._answers.mirror.restore(found.memory["mirror"])
         self.state.round = found.round

@@ -13,6 +13,7 @@ from fedlora.config import load_config
 from fedlora.config.schema import FedLoraConfig
 from fedlora.config.tracking import relative_file, require_trackers
 from fedlora.errors import ConfigError
+from fedlora.names import STATES_FOLDER
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def read_plan(run_config: Mapping[str, Any], flower_run: int, app_dir: Path) -> 
     _check_clients_known(config)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(runs)})})
     run_id = str(run_config.get("run-id", "")) or f"{config.run.name}-flwr-{flower_run}"
-    return FlowerPlan(config, run_id, runs / run_id, runs / run_id / "clients")
+    return FlowerPlan(config, run_id, runs / run_id, runs / run_id / STATES_FOLDER)
 
 
 def _check_clients_known(config: FedLoraConfig) -> None:

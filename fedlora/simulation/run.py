@@ -23,6 +23,7 @@ from fedlora.data import check_records
 from fedlora.errors import CheckpointError, SimulationError
 from fedlora.files import FolderLock, replace_text
 from fedlora.ledger import Ledger
+from fedlora.names import STATES_FOLDER
 from fedlora.simulation.appdir import code_hash, find_app_dir, load_module
 from fedlora.simulation.cards import restate_card
 from fedlora.simulation.clients_ledger import (
@@ -288,7 +289,7 @@ def _specs(
             container=container,
             config_hash=digest,
             parts=parts,
-            state_dir=str((settings.folder / "clients").absolute()),
+            state_dir=str((settings.folder / STATES_FOLDER).absolute()),
             threads=config.simulation.threads_per_worker,
         )
         for number, parts in enumerate(share_out(federation.parts, count))

@@ -1,10 +1,10 @@
 """Optimiser state that a client keeps between rounds; a function of noised updates only.
 
 Kept only where the coordinates stay the same from round to round (a common frozen lora_A): moments of one
-round's frames or factors mean nothing in the next round's. On disk, the last two generations of each client
-are kept, so that a run that goes on from a checkpoint finds the state as of that checkpoint. A file
-that was cut by a crash of the run belongs to a round after the last checkpoint and is never read; one that a killed
-worker left cut, in a round that ended without its clients, gives way to the state before it.
+round's frames or factors mean nothing in the next round's. On disk, each client's state as of every checkpoint that
+may be there is kept, so that a run that goes on from one finds the state as of it; states of rounds after that
+checkpoint are dropped then (`drop_states_after`). A file that a killed worker left cut, in a round that ended
+without its clients, gives way to the state before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +26,8 @@ from fedlora.mechanisms.base import Mechanism
 
 _LOG = logging.getLogger(__name__)
 Slots = Mapping[str, torch.Tensor]
-_KEEP = 2
+KEPT_CHECKPOINTS: Final = 2
+"""While a round runs, the checkpoints of so many rounds before it are on disk; each may be gone on from."""
 _SUFFIX = ".safetensors"
 
 
@@ -41,15 +44,18 @@ class SlotStore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Index what the folder holds."""
+        """Make the folder; what it holds is looked at when a state is first asked for."""
         self._folder = folder
         self._memory: dict[str, tuple[int, Slots]] = {}
-        self._rounds: dict[str, list[int]] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(folder.glob(f"*{_SUFFIX}")):
-                stem, number = path.name.split(".")[:2]
-                self._rounds.setdefault(stem, []).append(int(number))
+
+    @cached_property
+    def _rounds(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for path, number in [] if self._folder is None else _states(self._folder):
+            found.setdefault(path.name.split(".")[0], []).append(number)
+        return found
 
     def load(self, client: str, server_round: int) -> Slots | None:
         """Return the state that the client had before a round, or None if it has none."""
@@ -87,14 +93,42 @@ class SlotStore:
         data = save({name: value.contiguous() for name, value in slots.items()})
         _write(self._path(self._folder, stem, server_round), data)
         self._memory[client] = (server_round, slots)
-        rounds = sorted({*self._rounds.get(stem, ()), server_round})
-        for old in rounds[:-_KEEP]:
+        rounds = {*self._rounds.get(stem, ()), server_round}
+        kept = _needed(rounds, server_round)
+        for old in rounds - kept:
             self._path(self._folder, stem, old).unlink(missing_ok=True)
-        self._rounds[stem] = rounds[-_KEEP:]
+        self._rounds[stem] = sorted(kept)
 
     @staticmethod
     def _path(folder: Path, stem: str, server_round: int) -> Path:
         return folder / f"{stem}.{server_round:06d}{_SUFFIX}"
+
+
+def drop_states_after(folder: Path, server_round: int) -> None:
+    """Drop the states of rounds after the checkpoint that a run goes on from: those rounds run anew, or otherwise."""
+    for path, number in _states(folder):
+        if number > server_round:
+            path.unlink(missing_ok=True)
+
+
+def _states(folder: Path) -> list[tuple[Path, int]]:
+    """Return each state's file and round."""
+    return [(path, int(path.name.split(".")[1])) for path in sorted(folder.glob(f"*{_SUFFIX}"))]
+
+
+def _needed(rounds: set[int], server_round: int) -> set[int]:
+    """Return the generations that a run which goes on from a checkpoint on disk may ask for.
+
+    Example:
+        >>> sorted(_needed({2, 5, 6, 7}, 7))
+        [5, 6, 7]
+        >>> sorted(_needed({2, 5, 7}, 7))
+        [5, 7]
+    """
+    oldest = server_round - KEPT_CHECKPOINTS
+    return {number for number in rounds if number > oldest} | {
+        max((number for number in rounds if number <= oldest), default=server_round)
+    }
 
 
 def _write(path: Path, data: bytes) -> None:

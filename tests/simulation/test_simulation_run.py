@@ -14,6 +14,7 @@ from simulation_helpers import configuration, container, metric_lines
 from fedlora.config import config_from_container, load_config
 from fedlora.errors import CheckpointError, ConfigError, DataError, TooFewRepliesError
 from fedlora.ledger import Account, load_secret, open_ledger
+from fedlora.simulation.appdir import find_app_dir, load_module
 from fedlora.simulation.prepare import chance_of_enough, make_federation
 from fedlora.simulation.run import num_workers, simulate
 
@@ -152,6 +153,34 @@ def test_h35_a_truncated_checkpoint_costs_one_round(world: Path, tmp_path: Path)
     for report in reports(tmp_path / "part").values():
         # rounds charged <= rounds run + 1: round 3 ran twice and is charged twice
         assert sum(row.steps_charged for row in report.rounds) == 5
+
+
+@pytest.mark.parametrize("asked", ["all", 2])
+def test_h35_an_interrupted_round_beside_a_damaged_checkpoint_keeps_the_optimiser_state(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Any
+) -> None:
+    """The states of the last two rounds were all that was left; the checkpoint before them asked for a third."""
+    changes = {"federation": {"rounds": 5, "clients_per_round": asked}}
+    whole = run(world, tmp_path / "whole", **changes)
+    loop: Any = load_module(find_app_dir(), "server.loop")
+    plain = loop.save
+
+    def interrupted(folder: Path, checkpoint: Any) -> None:
+        if checkpoint.round == 4:
+            raise KeyboardInterrupt
+        plain(folder, checkpoint)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(world, tmp_path / "part", **changes)
+    [folder] = (path for path in (tmp_path / "part").iterdir() if path.is_dir())
+    newest = folder / "checkpoints" / "round-000003.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-20])
+    resumed = simulate(resume=folder, in_process=True)
+    assert [line["adapter"] for line in metric_lines(resumed.folder)] == [
+        line["adapter"] for line in metric_lines(whole.folder)
+    ]
 
 
 def test_resume_needs_a_run_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Optimiser state between rounds: as of a round, two generations on disk, memory only where asked."""
+"""Optimiser state between rounds: as of a round, on disk while a checkpoint asks for it, memory only where asked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlora.errors import FileAccessError
-from fedlora.training.slots import SlotStore
+from fedlora.training.slots import SlotStore, drop_states_after
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -82,6 +82,34 @@ def test_a_state_that_does_not_fit_on_the_disk_is_named_and_leaves_the_one_befor
         found = one.load("a", 3)
         assert found is not None
         assert found["count"].item() == 1.0
+
+
+@pytest.mark.parametrize("taken", [(1, 2, 3, 4, 5, 6), (1, 3, 6), (2, 5, 6), (6,)])
+def test_a_state_stays_until_no_checkpoint_on_disk_asks_for_it(
+    tmp_path: Path, taken: tuple[int, ...]
+) -> None:
+    """While round 6 runs, a run may still go on from the checkpoint of round 4 where that of round 5 is damaged."""
+    store = SlotStore(tmp_path)
+    for number in taken:
+        store.save("a", number, state(number))
+    for checkpoint in (4, 5, 6):
+        found = SlotStore(tmp_path).load("a", checkpoint + 1)
+        expected = max((number for number in taken if number <= checkpoint), default=None)
+        assert (None if found is None else found["count"].item()) == expected
+    assert len(list(tmp_path.iterdir())) <= 3
+
+
+def test_states_of_rounds_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    """A client that the repeated round does not sample would go on from a round that never was."""
+    store = SlotStore(tmp_path)
+    for client, number in (("a", 3), ("a", 4), ("b", 4)):
+        SlotStore(tmp_path).save(client, number, state(number))
+    drop_states_after(tmp_path, 3)
+    found = store.load("a", 9)
+    assert found is not None
+    assert found["count"].item() == 3
+    assert store.load("b", 9) is None
+    drop_states_after(tmp_path / "none", 0)
 
 
 def test_a_file_that_a_killed_worker_left_cut_gives_way_to_the_state_before_it(tmp_path: Path) -> None:
