@@ -23,6 +23,8 @@ class PublicEvaluator:
     def __init__(self, bench: Workbench, batch_size: int = 32) -> None:
         """Open the public records (lazily)."""
         self._bench, self._batch_size = bench, batch_size
+        self.names: tuple[str, ...] | None = None
+        """Metrics of the task, whether they exist for an adapter or not; None before the first evaluation."""
         self._section = bench.config.data.public_eval
         rows = public_eval_rows(bench.config.data) if self._section is not None else None
         if rows is not None and self._section is not None and self._section.max_records is not None:
@@ -60,4 +62,5 @@ class PublicEvaluator:
             return None
         self._bench.adapted.load(payload)
         found = self._bench.task.evaluate(self._bench.adapted.model, self._encoded, self._batch_size)
+        self.names = tuple(found)
         return {name: float(value) for name, value in found.items() if math.isfinite(value)}

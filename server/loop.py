@@ -178,7 +178,7 @@ class RoundLoop:
     def _note_start(self) -> None:
         started = time.perf_counter()
         metrics = self._evaluator.evaluate(self._strategy.payload)
-        self._stopping.check(metrics)
+        self._stopping.check(self._evaluator.names)
         seconds = {"evaluate": time.perf_counter() - started}
         adapter = payload_fingerprint(self._strategy.payload)
         self._publish(RoundRecord(0, "initial", metrics=metrics, seconds=seconds, adapter=adapter))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fedlora.config.schema import EarlyStoppingConfig, FedLoraConfig
+from fedlora.data.metrics import LOWER_IS_BETTER
 from fedlora.errors import ConfigError
-
-_LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
 
 
 @dataclass
@@ -32,24 +31,30 @@ class EarlyStopping:
         public = config.data.public_eval
         return cls(None if public is None else public.early_stopping)
 
-    def check(self, metrics: Mapping[str, float] | None) -> None:
+    def check(self, names: Collection[str] | None) -> None:
         """Refuse a metric that the task does not give, before any client is asked.
+
+        Args:
+            names: metrics of the task, those that do not exist at the start too; None without public records.
 
         Raises:
             ConfigError: naming the metrics that there are.
         """
-        if self.config is not None and metrics is not None and self.config.metric not in metrics:
+        if self.config is not None and names is not None and self.config.metric not in names:
             raise ConfigError(
                 f"data.public_eval.early_stopping.metric: {self.config.metric!r} is not among "
-                f"{', '.join(sorted(metrics))}"
+                f"{', '.join(sorted(names))}"
             )
 
     def over(self, metrics: Mapping[str, float]) -> bool:
-        """Take in one evaluation; return True if the run should end. A value that is no number never improves."""
+        """Take in one evaluation; return True if the run should end.
+
+        A figure that does not exist (it is left out, or no number) never improves.
+        """
         if self.config is None:
             return False
-        value = metrics[self.config.metric]
-        value = -value if self.config.metric in _LOWER_IS_BETTER else value
+        value = metrics.get(self.config.metric, math.nan)
+        value = -value if self.config.metric in LOWER_IS_BETTER else value
         if math.isfinite(value) and (self.best is None or value > self.best + self.config.min_gain):
             self.best, self.waited = value, 0
             return False

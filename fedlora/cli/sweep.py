@@ -50,7 +50,12 @@ def sweep(
     seeds: Annotated[str, typer.Option(help="Experiment seeds, separated by commas.")] = "42",
     out: Annotated[Path, typer.Option(help="Folder of the sweep.")] = Path("sweeps/sweep"),
     metric: Annotated[str, typer.Option(help="Metric to compare.")] = "accuracy",
-    smaller_is_better: Annotated[bool, typer.Option("--smaller-is-better", help="For losses.")] = False,
+    smaller_is_better: Annotated[
+        bool,
+        typer.Option(
+            "--smaller-is-better", help="Less is better; goes without saying for loss and perplexity."
+        ),
+    ] = False,
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="End trials below the median.")
     ] = False,
@@ -67,6 +72,7 @@ def sweep(
     """Run a sweep."""
     from fedlora.config import load_config
     from fedlora.config.tracking import require_trackers
+    from fedlora.data.metrics import LOWER_IS_BETTER
     from fedlora.simulation.clients_ledger import ledger_file
     from fedlora.simulation.sweep import SweepPlan, run_sweep
 
@@ -77,7 +83,7 @@ def sweep(
         samples=samples,
         seeds=parse_seeds(seeds),
         metric=metric,
-        larger_is_better=not smaller_is_better,
+        larger_is_better=not (smaller_is_better or metric in LOWER_IS_BETTER),
         early_stopping=early_stopping,
         overlays=tuple(overlay or ()),
     )
@@ -104,7 +110,7 @@ def sweep(
     told = (
         "each trial has a ledger of its own: the data is marked public"
         if settings.data.marked_public
-        else f"all trials spend from {ledger_file(settings).absolute()}, as runs do; it adds up: {_spent(results)}"
+        else f"all trials spend from {ledger_file(settings).absolute()}, as runs do; it adds up: {_spent(settings)}"
     )
     emit(
         {
@@ -138,29 +144,46 @@ def _write_results(out: Path, plan: SweepPlan, results: Sequence[TrialResult], m
     return table
 
 
-def _spent(results: Sequence[TrialResult]) -> str:
-    spends = [one.spent for one in results if one.spent is not None]
-    return f"epsilon {at_least_digits(max(spends))} so far" if spends else "nothing so far"
+def _spent(settings: FedLoraConfig) -> str:
+    """Say what the ledger holds: a trial that failed has no figure of its own and may have spent all the same."""
+    from fedlora.simulation.clients_ledger import largest_spending
+
+    largest = largest_spending(settings)
+    return "nothing so far" if largest is None else f"epsilon {at_least_digits(largest)} so far"
 
 
 def parse_grid(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Read KEY=V1,V2 items.
+    """Read KEY=V1,V2 items; commas inside brackets or braces belong to the value.
 
     Raises:
-        ConfigError: for an item without key or values.
+        ConfigError: for an item without key or values, or a key that comes twice.
 
     Example:
-        >>> parse_grid(["a.b=1,2"])
-        {'a.b': ('1', '2')}
+        >>> parse_grid(["a.b=1,2", "c=[x,y],[x]"])
+        {'a.b': ('1', '2'), 'c': ('[x,y]', '[x]')}
     """
     found: dict[str, tuple[str, ...]] = {}
     for item in items:
         key, sign, values = item.partition("=")
-        parts = tuple(one.strip() for one in values.split(",") if one.strip())
+        parts = tuple(one.strip() for one in _split(values) if one.strip())
         if not key or not sign or not parts:
             raise ConfigError(f"--grid {item!r}: write KEY=V1,V2")
+        if key in found:
+            raise ConfigError(f"--grid {key}: given twice; write all its values at once, KEY=V1,V2")
         found[key] = parts
     return found
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas that no bracket or brace holds."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def parse_ranges(items: Sequence[str]) -> dict[str, tuple[float, float, bool]]:
@@ -179,6 +202,8 @@ def parse_ranges(items: Sequence[str]) -> dict[str, tuple[float, float, bool]]:
             raise ConfigError(f"--random {item!r}: write KEY=LOW:HIGH or KEY=LOW:HIGH:log") from None
         if not key or len(parts) > 3 or (len(parts) == 3 and parts[2] != "log"):
             raise ConfigError(f"--random {item!r}: write KEY=LOW:HIGH or KEY=LOW:HIGH:log")
+        if key in found:
+            raise ConfigError(f"--random {key}: given twice; one range is drawn from")
         found[key] = (low, high, len(parts) == 3)
     return found
 

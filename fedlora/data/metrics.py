@@ -6,13 +6,15 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+LOWER_IS_BETTER: Final = frozenset({"loss", "perplexity"})
+"""Metrics of which less is better."""
 
 
 def accuracy(truth: Ints, guess: Ints) -> float:

@@ -36,6 +36,21 @@ def open_clients_ledger(config: FedLoraConfig, path: Path | None, *, create: boo
     return open_ledger(target, secret=secret, create=create, register=register_of(key))
 
 
+def largest_spending(config: FedLoraConfig) -> float | None:
+    """Return the largest epsilon that an account of the configuration's data set has spent; None if none is charged.
+
+    Under client-level privacy it is the federation's account, in the server's ledger beside the clients'.
+    """
+    clients = ledger_file(config)
+    path = clients if charges(config) else clients.with_name(f"server-{clients.name}")
+    if not path.exists():
+        return None
+    secret = load_or_create_secret(_key_file(path))
+    with open_ledger(path, secret=secret, read_only=True) as book:
+        known = [account for account in book.accounts() if account.dataset == config.data.name]
+        return max((book.report(account, with_rounds=False).epsilon for account in known), default=None)
+
+
 def ledger_file(config: FedLoraConfig, path: Path | None = None) -> Path:
     """Return the file of the clients' ledger: the one that is given, else that of every run with the same `run.dir`."""
     return Path(config.run.dir) / "ledger.sqlite" if path is None else path

@@ -14,14 +14,17 @@ import logging
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from fedlora.config import load_config
+from fedlora.config.resolve import config_hash
 from fedlora.errors import ConfigError, FedLoraError
 from fedlora.files import FolderLock, ends_in_a_cut_line, replace_text
 from fedlora.simulation.clients_ledger import ledger_file
@@ -29,6 +32,11 @@ from fedlora.simulation.settings import RoundRecord
 from fedlora.simulation.terminations import check_stopped, terminations
 
 _LOG = logging.getLogger(__name__)
+_OWN: Final = {
+    "run.seed": "use --seeds",
+    "run.dir": "use --out, and run.dir in the file for the ledger",
+    "run.name": "trials are named after what they change",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ def plan_trials(plan: SweepPlan) -> list[Trial]:
     """Return every trial, in a fixed order.
 
     Raises:
-        ConfigError: if nothing is varied, a range is malformed, or there are no seeds.
+        ConfigError: if a range is malformed, there are no seeds, a key is the sweep's own or is varied twice, or a
+            trial occurs twice (each is charged).
 
     Example:
         >>> len(plan_trials(SweepPlan("x", grid={"a": ["1", "2"]}, seeds=(1, 2, 3))))
@@ -107,6 +116,7 @@ def plan_trials(plan: SweepPlan) -> list[Trial]:
     """
     if not plan.seeds or plan.samples < 1:
         raise ConfigError("sweep: needs at least one seed and one sample")
+    _check_keys(plan)
     for key, (low, high, logarithmic) in plan.random.items():
         fine = math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not logarithmic)
         if not fine:
@@ -124,7 +134,21 @@ def plan_trials(plan: SweepPlan) -> list[Trial]:
                 overrides = (*fixed, *drawn)
                 text = json.dumps([overrides, seed])
                 trials.append(Trial(hashlib.sha256(text.encode()).hexdigest()[:12], overrides, seed))
+    for twice in [trial for trial, number in Counter(trials).items() if number > 1]:
+        raise ConfigError(
+            f"sweep: {' '.join((*twice.overrides, f'seed {twice.seed}'))} occurs twice, and every trial is "
+            "charged; name each value and seed once"
+        )
     return trials
+
+
+def _check_keys(plan: SweepPlan) -> None:
+    for key in (*plan.grid, *plan.random):
+        if key in _OWN:
+            raise ConfigError(f"sweep: {key} is set for each trial by the sweep itself; {_OWN[key]}")
+    both = sorted(set(plan.grid) & set(plan.random))
+    if both:
+        raise ConfigError(f"sweep: {both[0]} has values and a range; choose one of them")
 
 
 def _draw(generator: np.random.Generator, low: float, high: float, logarithmic: bool) -> float:
@@ -186,12 +210,14 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
     try:
         fixed = (f"run.seed={trial.seed}", f"run.dir={folder / 'runs'}", f"run.name=trial-{trial.name}")
         config = load_config(plan.config, (*trial.overrides, *fixed), plan.overlays)
-        rule: Callable[[RoundRecord], bool] | None = None
+        if config.data.public_eval is None:
+            raise ConfigError("data.public_eval: missing; without public records there is nothing to compare")
+        rule: MedianRule | None = None
         if plan.early_stopping:
             rule = MedianRule(folder / "marks", trial.name, plan.metric, plan.larger_is_better)
         public = config.data.marked_public
         ledger = folder / "ledgers" / f"{trial.name}.sqlite" if public else Path(shared)
-        result = simulate(config, in_process=True, progress=rule, ledger=ledger)
+        result = simulate(config, in_process=True, progress=partial(_watch, plan, rule), ledger=ledger)
     except FedLoraError as error:
         text = str(error).splitlines()[0]
         return TrialResult(
@@ -213,6 +239,15 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
         rounds=result.rounds,
         folder=str(result.folder),
     )
+
+
+def _watch(plan: SweepPlan, rule: MedianRule | None, record: RoundRecord) -> bool:
+    """Refuse a metric that the task does not give, while nothing is charged yet; then apply the rule, if any."""
+    if record.round == 0 and plan.metric not in (record.metrics or {}):
+        raise ConfigError(
+            f"sweep: metric {plan.metric!r} is not among {', '.join(sorted(record.metrics or {}))}; choose one of them"
+        )
+    return rule is not None and rule(record)
 
 
 def finished_trials(out: Path) -> dict[str, TrialResult]:
@@ -257,7 +292,7 @@ def run_sweep(
         One result per trial, in the plan's order.
 
     Raises:
-        ConfigError: if the folder holds another sweep.
+        ConfigError: if the folder holds another sweep, or one that began with another configuration.
         FolderInUseError: if another process works on the same sweep.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -273,17 +308,19 @@ def _run_waiting(
     progress: Callable[[TrialResult, int, int], None] | None,
     in_process: bool,
 ) -> list[TrialResult]:
-    text = json.dumps(asdict(plan), sort_keys=True)
+    settings = load_config(plan.config, (), plan.overlays)
+    text = json.dumps({**asdict(plan), "config_hash": config_hash(settings)}, sort_keys=True)
     known = out / "sweep.json"
     if known.exists() and known.read_text() != text:
         raise ConfigError(
-            f"sweep: {out} holds another sweep; choose another folder, or repeat the same command"
+            f"sweep: {out} holds another sweep (other options, or the file has changed since); choose another "
+            "folder, or repeat the same command on the same file"
         )
-    replace_text(known, text)
     trials = plan_trials(plan)
+    replace_text(known, text)
     done = finished_trials(out)
     waiting = [trial for trial in trials if trial.name not in done]
-    shared = str(ledger_file(load_config(plan.config, (), plan.overlays)).absolute())
+    shared = str(ledger_file(settings).absolute())
 
     def note(result: TrialResult) -> None:
         done[result.name] = result

@@ -79,6 +79,8 @@ def table_text(results: Sequence[TrialResult], metric: str, larger_is_better: bo
         if trial.status in ("failed", "budget-exhausted"):
             changed = " ".join(trial.overrides)
             lines.append(f"{trial.status}: {changed} seed {trial.seed} {trial.error}".rstrip())
+        elif metric not in trial.metrics:
+            lines.append(f"no {metric} in the end: {' '.join(trial.overrides)} seed {trial.seed}")
     return "\n".join(lines)
 
 

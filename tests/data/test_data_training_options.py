@@ -195,7 +195,20 @@ def test_early_stopping_counts_losses_downwards_and_survives_a_checkpoint() -> N
     assert (again.best, again.waited) == (-8.0, 1)
     assert not again.over({"perplexity": 7.0})
     assert [again.over({"perplexity": value}) for value in (float("nan"), float("inf"))] == [False, True]
+    assert again.over({"loss": 1.0}), "a figure that does not exist is left out, and never improves either"
     assert not EarlyStopping(None).over({})
+
+
+def test_early_stopping_accepts_a_metric_that_does_not_exist_yet() -> None:
+    """Correlations of a head that says one number for every record are left out; the run was refused."""
+    from fedlora.config.schema import EarlyStoppingConfig
+    from server.stopping import EarlyStopping
+
+    rule = EarlyStopping(EarlyStoppingConfig(metric="pearson", patience=2))
+    rule.check(("loss", "pearson"))
+    with pytest.raises(ConfigError, match="'pearson' is not among accuracy, loss"):
+        rule.check(("loss", "accuracy"))
+    rule.check(None)
 
 
 def test_the_template_of_init_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import yaml
 from simulation_helpers import container
 
 from fedlora.accounting import PoissonGaussianEvent, epsilon_of
+from fedlora.cli.main import main
 from fedlora.cli.sweep import parse_grid, parse_ranges, parse_seeds
+from fedlora.config import load_config
 from fedlora.errors import ConfigError
+from fedlora.simulation.clients_ledger import largest_spending
 from fedlora.simulation.settings import RoundRecord
 from fedlora.simulation.sweep import (
     MedianRule,
@@ -57,12 +61,78 @@ def test_the_command_reads_its_options() -> None:
     assert parse_grid(["a.b=1,2", "c=x"]) == {"a.b": ("1", "2"), "c": ("x",)}
     assert parse_ranges(["lr=1e-3:1e-1:log"]) == {"lr": (1e-3, 1e-1, True)}
     assert parse_seeds("1, 2") == (1, 2)
+    lists = parse_grid(["t=[query,value],[query]", "p={a: 4, b: [1,2]}, {a: 2}"])
+    assert lists == {"t": ("[query,value]", "[query]"), "p": ("{a: 4, b: [1,2]}", "{a: 2}")}
     for bad in ("a", "=1", "a="):
         with pytest.raises(ConfigError):
             parse_grid([bad])
+    for parse, twice in ((parse_grid, ["a=1", "a=2"]), (parse_ranges, ["a=1:2", "a=2:3"])):
+        with pytest.raises(ConfigError, match="a: given twice"):
+            parse(twice)
     for bad in ("lr=1", "lr=a:b", "lr=1:2:3", "lr=1:2:log:x"):
         with pytest.raises(ConfigError):
             parse_ranges([bad])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": (1, 2, 1)}, "seed 1 occurs twice"),
+        ({"grid": {"a": ["1", "1"]}}, "a=1 seed 42 occurs twice"),
+        ({"grid": {"a": ["1"]}, "random": {"a": (1.0, 2.0, False)}}, "a has values and a range"),
+        ({"grid": {"run.seed": ["1", "2"]}}, "run.seed is set .* use --seeds"),
+        ({"random": {"run.dir": (1.0, 2.0, False)}}, "run.dir is set"),
+    ],
+)
+def test_what_would_be_charged_twice_or_have_no_effect_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    """A seed named twice was charged twice and shown as two runs without spread; run.seed changed nothing."""
+    with pytest.raises(ConfigError, match=message):
+        plan_trials(SweepPlan("x", **changes))
+
+
+@pytest.mark.parametrize(
+    ("metric", "public", "message"),
+    [("acuracy", {}, "'acuracy' is not among accuracy, loss"), ("accuracy", None, "public_eval: missing")],
+)
+def test_a_sweep_that_could_compare_nothing_charges_nothing(
+    world: Path, tmp_path: Path, metric: str, public: Any, message: str
+) -> None:
+    """Every trial ran, spent the budget, and the table was empty."""
+    config = write_config(world, tmp_path, data={"public_eval": public})
+    [one] = run_sweep(SweepPlan(config, metric=metric), tmp_path / "sweep", in_process=True)
+    assert one.status == "failed"
+    assert message in one.error
+    assert largest_spending(load_config(config)) is None
+
+
+def test_what_failed_trials_spent_is_in_the_sweeps_ledger_line(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed trial has no epsilon of its own: the line said that nothing was spent."""
+    broken = {
+        "optimizer": {"kind": "sgd", "lr": 1e38}
+    }  # every update overflows: refused after it was paid for
+    config = write_config(world, tmp_path, training=broken)
+    monkeypatch.setattr("fedlora.simulation.sweep.run_sweep", partial(run_sweep, in_process=True))
+    assert main(["sweep", config, "--out", str(tmp_path / "sweep")]) == 0
+    shown = capsys.readouterr().out
+    assert "seed 42 TooFewRepliesError" in shown
+    twice = epsilon_of(PoissonGaussianEvent(1.0, 0.2).times(2), 1e-4, adjacency="add_or_remove").epsilon
+    assert largest_spending(load_config(config)) == pytest.approx(twice, rel=1e-3)
+    assert "it adds up: epsilon 2.2" in shown
+
+
+def test_a_sweep_whose_file_has_changed_does_not_go_on_with_the_earlier_results(
+    world: Path, tmp_path: Path
+) -> None:
+    """The same command after an edit showed the old table at once, as if it were the new settings'."""
+    config = write_config(world, tmp_path)
+    run_sweep(SweepPlan(config), tmp_path / "sweep", in_process=True)
+    write_config(world, tmp_path, training={"steps_per_round": 2})
+    with pytest.raises(ConfigError, match="the file has changed"):
+        run_sweep(SweepPlan(config), tmp_path / "sweep", in_process=True)
 
 
 def test_trials_add_up_in_one_ledger_and_a_sweep_resumes(world: Path, tmp_path: Path) -> None:
@@ -173,6 +243,8 @@ def test_table_and_plot_show_spread_over_seeds() -> None:
     assert table.splitlines()[1].startswith("none")
     assert "failed: x=<1> seed 1 ConfigError: no" in table
     assert len(table_csv(results).splitlines()) == 6
+    diverged = TrialResult("6", ("lr=9",), 2, "finished", "lora_fa", {"accuracy": 0.5}, 3.0)
+    assert table_text([*results, diverged], "loss").splitlines()[-1] == "no loss in the end: lr=9 seed 2"
     drawing = ElementTree.fromstring(plot_svg(results, "accuracy"))
     assert len(drawing.findall("{http://www.w3.org/2000/svg}circle")) == 2 + 2
     ElementTree.fromstring(plot_svg([], "accuracy"))
