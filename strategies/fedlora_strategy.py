@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedlora.adapters.projection_recipe import with_projection
 from fedlora.aggregation import AggregateResult, Aggregator
+from fedlora.aggregation.folded import FoldedMean
 from fedlora.errors import FedLoraError, TooFewRepliesError, WireError
 from fedlora.simulation.messages import from_record, to_record
 from fedlora.training.fields import BROKEN
@@ -133,8 +134,9 @@ class FedLoraStrategy(Strategy):
         """Sample clients and build one message a node (more where its clients' ranks differ)."""
         del config
         self._take_arrays(arrays)
-        if self.aggregator.mode.uplink == "projected":  # a projection serves one round, a repeated one too
-            self.payload = with_projection(self.payload)
+        mode = self.aggregator.mode
+        if isinstance(mode, FoldedMean):  # a projection serves one round, a repeated one too
+            self.payload = with_projection(self.payload, mode.test_seed)
         self.aggregator.begin(self.payload, recipe=self.recipe)
         self._grid = grid
         asked, groups = self.choose(server_round, set(grid.get_node_ids()))

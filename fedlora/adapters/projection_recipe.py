@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from fedlora.adapters.philox_normal import normals
+from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.errors import PrivacyParameterError, RankMismatchError
 from fedlora.wire.payload import AdapterPayload
 
@@ -38,12 +39,27 @@ def projection_recipe(seed: str) -> str:
     return hashlib.sha256(f"fedlora noisy_projection|1|{_checked(seed)}".encode()).hexdigest()
 
 
-def with_projection(payload: AdapterPayload) -> AdapterPayload:
+def seed_of_test_run(config: FedLoraConfig) -> int | None:
+    """Return the seed from which a run with the test noise source draws its projections; None for real entropy."""
+    privacy = config.privacy
+    repeatable = isinstance(privacy, RecordPrivacy) and privacy.noise_source == "seeded-test-only"
+    return config.run.seed if repeatable else None
+
+
+def with_projection(payload: AdapterPayload, test_seed: int | None = None) -> AdapterPayload:
     """Return the payload with a fresh shared projection; call it once a round, when the payload's weights are final.
 
     Every round asks anew, a repeated or resumed one too: two releases under one projection are not covered.
+
+    Args:
+        payload: the global adapter.
+        test_seed: TEST ONLY (`seed_of_test_run`). Each projection then follows from the one before it.
     """
-    seed = new_projection_seed()
+    if test_seed is None:
+        seed = new_projection_seed()
+    else:
+        text = f"fedlora test projection|{test_seed}|{payload.notes.get(SEED_NOTE, '')}"
+        seed = hashlib.sha256(text.encode()).hexdigest()
     notes = {**payload.notes, SEED_NOTE: seed}
     return replace(payload, recipe=projection_recipe(seed), notes=notes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from fedlora.adapters.projection_recipe import seed_of_test_run
 from fedlora.aggregation.client_privacy import ClientPlan, client_plan
 from fedlora.aggregation.folded import FoldedMean
 from fedlora.aggregation.linear import MeanB, TangentMean
@@ -99,13 +100,16 @@ def client_sampling(federation: FederationConfig, num_clients: int) -> tuple[flo
     return float(min(asked, num_clients)), None
 
 
-def build_mode(federation: FederationConfig, uplink: PayloadKind | None = None) -> Mode:
+def build_mode(
+    federation: FederationConfig, uplink: PayloadKind | None = None, test_seed: int | None = None
+) -> Mode:
     """Return the mode that a configuration names.
 
     Args:
         federation: PUBLIC.
         uplink: what the mechanism's clients send, where it differs from the mode's usual coordinates
             ("projected" under mean_b).
+        test_seed: TEST ONLY. Makes shared projections repeatable.
 
     Raises:
         UnsupportedCombinationError: if the mode cannot take such updates.
@@ -114,7 +118,7 @@ def build_mode(federation: FederationConfig, uplink: PayloadKind | None = None) 
     agg = federation.aggregation
     mode: Mode
     if agg.kind == "mean_b":
-        mode = FoldedMean(optimizer) if uplink == "projected" else MeanB(optimizer)
+        mode = FoldedMean(optimizer, test_seed) if uplink == "projected" else MeanB(optimizer)
     elif agg.kind == "tangent":
         mode = TangentMean(optimizer)
     else:
@@ -188,5 +192,5 @@ def build_aggregator(
         robust=None if agg.robust == "none" else agg.robust,
         trim_fraction=agg.trim_fraction,
     )
-    mode = build_mode(federation, uplink)
+    mode = build_mode(federation, uplink, seed_of_test_run(config))
     return Aggregator(mode, layout, recipe, rules, plan=plan, noise=noise, charge=charge)

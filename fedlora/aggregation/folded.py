@@ -23,6 +23,7 @@ from fedlora.adapters.projection_recipe import (
 )
 from fedlora.aggregation.factors import Pair, pair_of, rank_frames, write_pair
 from fedlora.aggregation.linear import MeanB, Means
+from fedlora.aggregation.server_optimizer import ServerOptimizer
 from fedlora.aggregation.types import Float64, Outcome
 from fedlora.errors import InconsistentRepliesError
 from fedlora.names import LORA_A, LORA_B, block_name
@@ -30,11 +31,21 @@ from fedlora.wire.payload import AdapterPayload, PayloadKind
 
 
 class FoldedMean(MeanB):
-    """Exact mean of steps under one shared projection; the global adapter is their folded, truncated sum."""
+    """Exact mean of steps under one shared projection; the global adapter is their folded, truncated sum.
+
+    Args:
+        optimizer: the server's.
+        test_seed: TEST ONLY. Makes projections repeatable (see `with_projection`).
+    """
 
     kind = "mean_b"
     uplink: PayloadKind = "projected"
     downlink: PayloadKind = "factors"
+
+    def __init__(self, optimizer: ServerOptimizer, test_seed: int | None = None) -> None:
+        """Bind the parts."""
+        super().__init__(optimizer)
+        self.test_seed = test_seed
 
     def begin(self, current: AdapterPayload) -> None:
         """Start a round at `current`.
@@ -78,5 +89,6 @@ class FoldedMean(MeanB):
         for name in blocks.keys() - factors:
             moved = self._optimizer.step_block(name, np.asarray(updates[name]))
             blocks[name] = (current.blocks[name] + moved).astype(np.float32)
-        payload = with_projection(replace(current, blocks=blocks, notes={}))
+        bare = replace(current, blocks=blocks, notes={SEED_NOTE: current.notes[SEED_NOTE]})
+        payload = with_projection(bare, self.test_seed)
         return Outcome(payload, residual=math.sqrt(lost / total) if total > 0 else 0.0)

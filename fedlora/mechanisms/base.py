@@ -78,6 +78,7 @@ class LocalState:
         base: the payload that came down.
         fixed: tensors that all clients share, in the compute dtype (for example lora_A).
         own: what one mechanism alone needs.
+        first_step: number of the round's first step in the run.
     """
 
     values: FlatBlocks
@@ -86,6 +87,7 @@ class LocalState:
     base: AdapterPayload
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     own: Any = None
+    first_step: int = 0
 
 
 @dataclass(frozen=True)

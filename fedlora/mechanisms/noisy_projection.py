@@ -13,7 +13,6 @@ own: under a common clip they would void the amplification.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +29,12 @@ from fedlora.adapters.projection_recipe import (
     check_projection,
     projection_from_seed,
     projection_recipe,
+    seed_of_test_run,
     with_projection,
 )
 from fedlora.adapters.records import RecordAxis
 from fedlora.adapters.views import LayerView
-from fedlora.config.schema import FedLoraConfig, NoisyProjectionMechanism, RecordPrivacy
+from fedlora.config.schema import FedLoraConfig, NoisyProjectionMechanism
 from fedlora.errors import LayoutMismatchError, PrivacyParameterError, UnsupportedCombinationError
 from fedlora.geometry import truncate_product
 from fedlora.mechanisms.base import LocalState, Mechanism, Stages
@@ -103,7 +103,9 @@ def _initial(mechanism: Mechanism, adapted: AdaptedModel) -> AdapterPayload:
     payload = AdapterPayload(
         "factors", blocks | adapted.extra_values(), modules, None, adapted.layout.base_fingerprint
     )
-    return with_projection(payload) if settings.projection_source == "shared" else payload
+    if settings.projection_source == "client":
+        return payload
+    return with_projection(payload, seed_of_test_run(mechanism.config))
 
 
 def _open(
@@ -178,13 +180,8 @@ def _prepare(mechanism: Mechanism, state: LocalState) -> LocalState:
 
 def _projection_source(mechanism: Mechanism, state: LocalState) -> NoiseSource:
     """Operating-system entropy; in test runs a stream of its own, the same for all clients of a cohort."""
-    privacy = mechanism.config.privacy
-    if not isinstance(privacy, RecordPrivacy) or privacy.noise_source == "os":
-        return OsNoise()
-    digest = hashlib.sha256()
-    for name in sorted(state.base.blocks):
-        digest.update(np.ascontiguousarray(state.base.blocks[name]).tobytes())
-    return SeededNoise(mechanism.config.run.seed, f"projection|{digest.hexdigest()}", state.own.steps)
+    seed = seed_of_test_run(mechanism.config)
+    return OsNoise() if seed is None else SeededNoise(seed, "|projection", state.first_step + state.own.steps)
 
 
 def _views(

@@ -203,6 +203,7 @@ class CohortEngine:
         mechanism = self.mechanism.for_modules(payload.modules)
         expected = mechanism.step_event()
         state = _with_slots(mechanism.stages.open(mechanism, self.adapted, payload, len(jobs)), jobs)
+        state = replace(state, first_step=first_step)
         sources = [job.noise for job in jobs]
         taken = 0
         for step in range(steps):
