@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
+from fedlora.adapters.adapted import AdaptedModel
 from fedlora.config.schema import FedLoraConfig, NoPrivacy
 from fedlora.errors import PolicyRefusedError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
@@ -52,6 +55,23 @@ def make_job(
         return next(batches)
 
     return ClientJob(client=client, draw=draw, noise=noise_source(config, client, request.server_round))
+
+
+@contextmanager
+def dropout_masks(
+    config: FedLoraConfig, adapted: AdaptedModel, clients: Sequence[str], server_round: int
+) -> Iterator[None]:
+    """Make one training's dropout masks repeatable where its noise or data order is; torch's own state is put back.
+
+    Masks hang on which clients train together. No bound hangs on them: each record's gradient is clipped.
+    """
+    if not adapted.dropout or not (_seeded(config) or isinstance(config.privacy, NoPrivacy)):
+        yield
+        return
+    name = hashlib.sha256(f"masks|{config.run.seed}|{server_round}|{'|'.join(clients)}".encode()).digest()
+    with torch.random.fork_rng([adapted.device] if adapted.device.type == "cuda" else []):
+        torch.manual_seed(int.from_bytes(name[:8], "little"))
+        yield
 
 
 def _seeded(config: FedLoraConfig) -> bool:

@@ -37,7 +37,7 @@ from fedlora.training.answers import (
 )
 from fedlora.training.charging import BudgetKeeper, Standing, charges, plan_round
 from fedlora.training.cohort_retry import TooLargeError
-from fedlora.training.drawing import Coins, make_job
+from fedlora.training.drawing import Coins, dropout_masks, make_job
 from fedlora.training.policy import Policy
 from fedlora.training.port import Hello, Packet, where_it_failed
 from fedlora.training.replies import MemoryReplies, Replies
@@ -314,8 +314,10 @@ class Trainer:
                     done[one.client] = failed(one.client, error)
             if jobs:
                 first = (request.server_round - 1) * session.bench.config.training.local_steps
+                config, names = session.bench.config, [job.client for job in jobs]
                 try:
-                    updates = session.engine.train(request.payload, jobs, steps, first)
+                    with dropout_masks(config, session.bench.adapted, names, request.server_round):
+                        updates = session.engine.train(request.payload, jobs, steps, first)
                 except TooLargeError as error:
                     updates = error.done
                     done |= {client: failed(client, why) for client, why in error.clients.items()}

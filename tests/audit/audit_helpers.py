@@ -72,7 +72,14 @@ def write_model(folder: Path, hidden: int = 8) -> Path:
 
 
 def make_bench(
-    model: Path, case: str = "lora_fa", *, seed: int = 3, rounds: int = 5, rank: int = 2, **privacy: Any
+    model: Path,
+    case: str = "lora_fa",
+    *,
+    seed: int = 3,
+    rounds: int = 5,
+    rank: int = 2,
+    dropout: float = 0.0,
+    **privacy: Any,
 ) -> Workbench:
     """Resolve a configuration and load it."""
     mechanism, aggregation, changes = CASES[case]
@@ -98,6 +105,7 @@ def make_bench(
             },
             "adapter": {
                 "rank": rank,
+                "dropout": dropout,
                 "lora_alpha": 2.0 * rank,
                 "target_modules": ["query", "value"],
                 "modules_to_save": ["classifier"],

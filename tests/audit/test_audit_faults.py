@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from audit_helpers import CASES, make_bench, make_client_bench, write_model
 
 from fedlora.aggregation.client_privacy import ClientMetric
@@ -108,6 +109,24 @@ def test_a_faulty_clip_is_refused_at_start_up_though_public_gradients_are_short(
 
     with pytest.raises(SensitivityMismatchError, match="clip is active"):
         selfcheck.require_selfchecks(_with_stage(bench, clip=lying))
+
+
+@pytest.mark.parametrize("case", ["lora_fa", "prism"])
+def test_dropout_is_no_fault_of_the_clip_and_hides_none(model, case):
+    """Sums with and without a record had other masks: every private run with LoRA dropout was refused."""
+    bench = make_bench(model, case, dropout=0.3)
+    rates = [module.p for module in bench.adapted.model.modules() if isinstance(module, torch.nn.Dropout)]
+    assert all(one.passed for one in selfcheck.require_selfchecks(bench))
+    assert 0.3 in rates
+    assert rates == [m.p for m in bench.adapted.model.modules() if isinstance(m, torch.nn.Dropout)]
+
+    def none(mechanism, gradients):
+        own = mechanism.privacy.max_grad_norm
+        loose = clip_and_sum(gradients, mechanism.coordinates.table, mechanism.metric, 1e9 * own)
+        return dataclasses.replace(loose, bound=own)
+
+    with pytest.raises(SensitivityMismatchError, match="clip is active"):
+        selfcheck.require_selfchecks(_with_stage(bench, clip=none))
 
 
 # -- persons ------------------------------------------------------------------------------------------------------

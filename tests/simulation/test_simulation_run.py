@@ -155,6 +155,21 @@ def test_h35_a_truncated_checkpoint_costs_one_round(world: Path, tmp_path: Path)
         assert sum(row.steps_charged for row in report.rounds) == 5
 
 
+@pytest.mark.parametrize("mechanism", ["lora_fa", "none"])
+def test_h35_a_resumed_run_repeats_its_dropout_masks(world: Path, tmp_path: Path, mechanism: str) -> None:
+    """Masks came from the process's own generator; a private run with dropout did not even start."""
+    folders = []
+    for stop in (None, 2):
+        values = container(world, tmp_path / str(stop), adapter={"dropout": 0.3})
+        if mechanism == "none":
+            values |= {"mechanism": {"kind": "none"}, "privacy": {"unit": "none"}}
+            values["federation"]["aggregation"] = {"kind": "product"}
+        folders.append(simulate(config_from_container(values), in_process=True, stop_after=stop).folder)
+    simulate(resume=folders[1], in_process=True)
+    whole, resumed = ([line["adapter"] for line in metric_lines(folder)] for folder in folders)
+    assert whole == resumed
+
+
 @pytest.mark.parametrize("asked", ["all", 2])
 def test_h35_an_interrupted_round_beside_a_damaged_checkpoint_keeps_the_optimiser_state(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Any
