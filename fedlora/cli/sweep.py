@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedlora.cli.common import ConfigArgument, JsonOption, OverlayOption, emit
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, SimulationError
 from fedlora.figures import at_least_digits
 from fedlora.files import replace_text
 
@@ -122,6 +122,8 @@ def sweep(
         as_json=as_json,
         text=f"{table}\n{told}\ntable and plot: {out}",
     )
+    if all(one.status == "failed" for one in results):
+        raise typer.Exit(SimulationError.exit_code)
 
 
 def _epsilon_means(settings: FedLoraConfig) -> str:

@@ -219,7 +219,7 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
         ledger = folder / "ledgers" / f"{trial.name}.sqlite" if public else Path(shared)
         result = simulate(config, in_process=True, progress=partial(_watch, plan, rule), ledger=ledger)
     except FedLoraError as error:
-        text = str(error).splitlines()[0]
+        text = " ".join(line.strip() for line in str(error).splitlines())
         return TrialResult(
             trial.name, trial.overrides, trial.seed, "failed", error=f"{type(error).__name__}: {text}"
         )

@@ -116,7 +116,7 @@ def test_what_failed_trials_spent_is_in_the_sweeps_ledger_line(
     }  # every update overflows: refused after it was paid for
     config = write_config(world, tmp_path, training=broken)
     monkeypatch.setattr("fedlora.simulation.sweep.run_sweep", partial(run_sweep, in_process=True))
-    assert main(["sweep", config, "--out", str(tmp_path / "sweep")]) == 0
+    assert main(["sweep", config, "--out", str(tmp_path / "sweep")]) == 80, "nothing finished"
     shown = capsys.readouterr().out
     assert "seed 42 TooFewRepliesError" in shown
     twice = epsilon_of(PoissonGaussianEvent(1.0, 0.2).times(2), 1e-4, adjacency="add_or_remove").epsilon
@@ -173,7 +173,8 @@ def test_a_failing_trial_is_a_result(world: Path, tmp_path: Path) -> None:
     plan = SweepPlan(write_config(world, tmp_path), grid={"adapter.rank": ["2", "-1"]})
     results = run_sweep(plan, tmp_path / "sweep", in_process=True)
     assert [one.status for one in results] == ["finished", "failed"]
-    assert "ConfigError" in results[1].error
+    assert results[1].error.startswith("ConfigError: ")
+    assert "adapter.rank" in results[1].error, "the problem itself, not only how many there are"
 
 
 def test_a_trial_that_fails_by_a_foreign_error_is_a_result_without_its_text(
