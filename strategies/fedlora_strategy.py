@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from fedlora.wire import (
     predict_size,
     to_arrays,
 )
-from strategies.records import RoundRecord, plain_specs, record_of, round_metrics
+from strategies.records import RoundRecord, is_late, plain_specs, record_of, round_metrics
 from strategies.sampling import ClientSampler
 from strategies.secure import secure_result
 
@@ -225,6 +226,9 @@ class FedLoraStrategy(Strategy):
 
     def _open(self, message: Message, guard: ReplyGuard, record: RoundRecord) -> RoundReply | None:
         node, clients = self._sender(message)
+        if message.has_error() and is_late(message, self._question(message), time.time()):
+            _LOG.warning("round %s: %s: no answer in time", record.server_round, node)
+            return None
         if message.has_error():
             reason = f"{node}: {message.error.reason or f'error code {message.error.code}'}"
             record.rejected.update(dict.fromkeys(clients, reason))
@@ -257,13 +261,17 @@ class FedLoraStrategy(Strategy):
         return RoundReply(reply.run_id, reply.server_round, ())
 
     def _sender(self, message: Message) -> tuple[str, tuple[str, ...]]:
-        asked = message.metadata.reply_to_message_id
-        source = message.metadata.src_node_id
+        source, question = message.metadata.src_node_id, self._question(message)
         for sent, clients in self._sent:
-            if asked and sent.metadata.message_id == asked:
+            if sent is question:
                 return f"node {sent.metadata.dst_node_id}", clients
         here = [c for sent, clients in self._sent if sent.metadata.dst_node_id == source for c in clients]
         return f"node {source}", tuple(here)
+
+    def _question(self, message: Message) -> Message | None:
+        """Return the message that a node or the SuperLink answers, if it is one of this round's."""
+        asked = message.metadata.reply_to_message_id
+        return next((sent for sent, _ in self._sent if asked and sent.metadata.message_id == asked), None)
 
     def _secure(self, clients: Sequence[str]) -> AggregateResult:
         if self._grid is None:

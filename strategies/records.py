@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from fedlora.aggregation import AggregateResult
 from fedlora.wire import AdapterPayload, ModuleSpec, to_arrays
+
+EXPIRED: Final = (3, 4)
+"""Flower 1.42's error codes for a message, or its reply, that is not (or no longer) in the SuperLink's database."""
 
 
 @dataclass
@@ -67,3 +71,16 @@ def round_metrics(record: RoundRecord, result: AggregateResult, private: bool) -
             "downlink-bytes": record.wire_bytes_down,
         }
     return MetricRecord(metrics)
+
+
+def is_late(error: Message, sent: Message | None, now: float) -> bool:
+    """Return whether an error only says that the node's time was over: its message lives as long as the round waits.
+
+    Args:
+        error: an error message.
+        sent: the message that it answers, if that is known.
+        now: seconds since the epoch, by the clock that stamped `sent`.
+    """
+    if sent is None or error.error.code not in EXPIRED:
+        return False
+    return now >= sent.metadata.created_at + sent.metadata.ttl
