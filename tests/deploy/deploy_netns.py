@@ -1,4 +1,4 @@
-"""Real networks for the end-to-end tests: namespaces around a switch, cables to pull, slow and lossy wires."""
+"""Real networks for the end-to-end tests: namespaces around a switch, cables to pull, doors before trainers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
@@ -82,126 +80,11 @@ class Network:
         subprocess.run(["ip", "netns", "del", self._switch], capture_output=True, check=False)
 
 
-def enter(space: str | None) -> None:
-    """Move this thread into a network namespace; sockets made from now on are in it."""
-    if space is None:
-        return
+def enter(space: str) -> None:
+    """Move this thread into a network namespace; sockets that it and its threads make from now on are in it."""
     with open(f"/run/netns/{space}", "rb") as handle:
         if _LIBC.setns(handle.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
-
-
-class SlowWire:
-    """A TCP proxy inside a namespace: counts, delays, loses and stops bytes; TLS passes through untouched.
-
-    Attributes:
-        up: bytes that went to the server so far.
-        delay: seconds that each chunk waits, in both directions.
-        mute_when: asked half a second after each answer of the server; from True on nothing comes back.
-        muted: set from then on.
-        loss: every so many chunks one waits for a second more, as a lost packet does; 0 loses none.
-        allowed: bytes that may still go up; None for all.
-        since: asked at each chunk that goes up; what goes before it is True counts neither in `counted` nor against
-            `allowed` (polls and heartbeats, of which a slow machine sends many).
-        counted: bytes that went up since then.
-    """
-
-    def __init__(self, space: str | None, target: tuple[str, int]) -> None:
-        self._space, self._target = space, target
-        self.up = 0
-        self.delay, self.loss = 0.0, 0
-        self.allowed: int | None = None
-        self.since: Callable[[], bool] | None = None
-        self.counted = 0
-        self.stopped = threading.Event()
-        self.mute_when: Callable[[], bool] | None = None
-        self.muted = threading.Event()
-        self._closed = threading.Event()
-        self._chunks = 0
-        ready = threading.Event()
-        threading.Thread(target=self._run, args=(ready,), daemon=True).start()
-        ready.wait(10)
-
-    def normal(self) -> None:
-        """Let everything through again; what was held back is gone, its connections are closed."""
-        self.allowed, self.mute_when, self.since = None, None, None
-        self.delay, self.loss = 0.0, 0
-        self.stopped.clear()
-        self.muted.clear()
-
-    def close(self) -> None:
-        """Stop for good."""
-        self._closed.set()
-        self._listener.close()
-
-    def _run(self, ready: threading.Event) -> None:
-        enter(self._space)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        ready.set()
-        while not self._closed.is_set():
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(self._target, timeout=5)
-            except OSError:
-                near.close()
-                continue
-            far.settimeout(None)
-            for source, sink, up in ((near, far, True), (far, near, False)):
-                threading.Thread(target=self._pump, args=(source, sink, up), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(16384):
-                self._wait()
-                if not (self._upward(data, sink) if up else self._downward(data, sink)):
-                    break
-        for stream in (source, sink):
-            with contextlib.suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
-
-    def _wait(self) -> None:
-        self._chunks += 1
-        if self.delay:
-            time.sleep(self.delay)
-        if self.loss and self._chunks % self.loss == 0:
-            time.sleep(1.0)
-
-    def _upward(self, data: bytes, sink: socket.socket) -> bool:
-        allowed, since = self.allowed, self.since  # `normal` may change them at any time
-        if since is not None and not since():
-            allowed = None
-        else:
-            self.counted += len(data)
-        if allowed is not None and len(data) > allowed:
-            sink.sendall(data[:allowed])
-            self.up += allowed
-            self.stopped.set()
-            return self._hang()
-        if allowed is not None:
-            self.allowed = allowed - len(data)
-        sink.sendall(data)
-        self.up += len(data)
-        return True
-
-    def _downward(self, data: bytes, sink: socket.socket) -> bool:
-        mute = self.mute_when  # `normal` may change it at any time
-        if mute is not None:
-            time.sleep(0.5)
-            if mute():
-                self.muted.set()
-                return self._hang()
-        sink.sendall(data)
-        return True
-
-    def _hang(self) -> bool:
-        """Hold a connection silently until the wire is normal again, then drop it."""
-        while (self.allowed is not None or self.mute_when is not None) and not self._closed.is_set():
-            time.sleep(0.05)
-        return False
 
 
 class Door:

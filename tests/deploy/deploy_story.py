@@ -1,73 +1,33 @@
-"""Ten rounds and more of three sites in network namespaces, with every fault once; told step by step."""
+"""A run of three sites in network namespaces, with every fault once; told step by step.
+
+The server stands still before every round until the story lets it go on (`deploy_barrier`), a site's answers and the
+parts of its reply wait where the story says (`Door`, `Gateway`): what happens when does not hang on the machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deploy_barrier import Barrier
+from deploy_gateway import Gateway
 from deploy_helpers import Federation, wait_for, whole_records, write_model
-from deploy_netns import Door, Network, SlowWire
+from deploy_netns import Door, Network
 
 from fedlora.cli import pki
 from fedlora.cli.keyring import AllowList
 from fedlora.ledger import Account, load_secret, open_ledger
 
-ROUNDS = 30  # more than the steps take: how many rounds pass during one depends on the machine
-DEADLINE = float(os.environ.get("FEDLORA_TEST_DEADLINE", "45"))
-"""The stragglers' deadline; raise it where the machine is busy."""
+ROUNDS = 12
+DEADLINE = float(os.environ.get("FEDLORA_TEST_DEADLINE", "60"))
+"""The stragglers' deadline in seconds; four rounds wait for it."""
 SITES = ("site-a", "site-b", "site-c")
-BRIEF = 6 * DEADLINE
-"""Bound of everything that is waited for, in seconds; machines that run tests are slow."""
-
-
-class Pushes:
-    """Reads in a SuperNode's log whether the reply of a round is on its way or was acknowledged."""
-
-    def __init__(self, log: Path) -> None:
-        self._log, self._start = log, 0
-
-    def _parts(self) -> list[str]:
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return text.split("Sending: train")
-
-    def begin(self) -> None:
-        """Look at the next reply only."""
-        self._start = len(self._parts())
-
-    def begun(self) -> bool:
-        """Return whether the reply is on its way or was sent."""
-        return len(self._parts()) > self._start
-
-    def sent(self) -> bool:
-        """Return whether the reply was acknowledged."""
-        return self.begun() and "Sent successfully" in self._parts()[-1]
-
-
-class LastPush:
-    """Says when the SuperLink has every part of the only reply that is on its way.
-
-    A reply that was cut off before keeps its missing parts in the database: they were there when this one was made.
-    """
-
-    def __init__(self, database: Path, pushes: Pushes) -> None:
-        self._place, self._pushes, self._seen = f"file:{database}?mode=ro", pushes, False
-        self._left = self._missing()
-
-    def _missing(self) -> int:
-        with contextlib.closing(sqlite3.connect(self._place, uri=True, timeout=10)) as connection:
-            return int(connection.execute("select count(*) from object_push_session_pending").fetchone()[0])
-
-    def __call__(self) -> bool:
-        """Return whether parts were missing and none is any more."""
-        missing = self._missing() - self._left
-        self._seen = self._seen or missing > 0
-        return self._pushes.begun() and self._seen and missing <= 0
+BRIEF = 600.0
+"""Bound of everything that is waited for, in seconds; far away."""
 
 
 class Story:
@@ -81,14 +41,13 @@ class Story:
             self.network.add(site)
         self.made = made = Federation(root, rounds=ROUNDS, timeout=DEADLINE, sites=SITES, replies=2).make()
         pki.issue_server(root / "certs", ["localhost", "127.0.0.1", address], replace=True)
-        self.address = (address, made.port)
         write_model(root / "other-model", seed=1)
         self._small_disk(root / "site-b" / "disk")
-        self.wires = {site: SlowWire(self.network.space(site), self.address) for site in ("site-a", "site-c")}
-        places = {site: made.place(site) for site in ("site-a", "site-c")}
-        self.doors = {site: Door(place / "g", place / "s") for site, place in places.items()}
-        self.door = self.doors["site-a"]
-        self.pushes = Pushes(root / "site-a" / "state" / "supernode.log")
+        self.gateways = {
+            site: Gateway(self.network.space(site), (address, made.port), root / "certs") for site in SITES
+        }
+        self.doors = {site: Door(made.place(site) / "g", made.place(site) / "s") for site in SITES}
+        self.barrier = Barrier(root / "hooked", made.place("site-a") / "b")
 
     def _small_disk(self, folder: Path) -> None:
         folder.mkdir()
@@ -98,11 +57,12 @@ class Story:
 
     def close(self) -> None:
         """End and remove everything."""
+        self.barrier.close()
         for door in self.doors.values():
             door.close()
         self.made.stop()
-        for wire in self.wires.values():
-            wire.close()
+        for gateway in self.gateways.values():
+            gateway.close()
         subprocess.run(["umount", str(self.made.root / "site-b" / "disk")], check=False)
         self.network.close()
 
@@ -111,27 +71,24 @@ class Story:
     def server(self, name: str, *more: str) -> None:
         """Start the server in its namespace."""
         inside = ("ip", "netns", "exec", self.network.space("server"))
-        self.made.start(name, "server", "run.yaml", "--host", "0.0.0.0", *more, before=inside)
+        arguments = ("server", "run.yaml", "--host", "0.0.0.0", *more)
+        self.made.start(name, *arguments, before=inside, path=str(self.barrier.folder))
 
     def trainer(self, site: str, name: str = "", before: tuple[str, ...] = (), path: str = "") -> None:
-        """Start a trainer without any network."""
-        name = name or f"{site}-trainer"
+        """Start a trainer without any network; wait until it serves."""
+        name, socket = name or f"{site}-trainer", self.made.place(site) / "s"
+        socket.unlink(missing_ok=True)  # a killed one's
         self.made.start(name, "trainer", f"{site}/site.yaml", before=("unshare", "-n", *before), path=path)
-        token = self.made.place(site) / "token"
-        wait_for(f"{site}'s token", token.exists, BRIEF, self.made)
+        self.until(f"{site}'s socket", socket.exists)
 
     def relay(self, site: str, name: str = "") -> None:
-        """Start a relay in its site's namespace, through its wire if it has one."""
-        place, made = self.made.place(site), self.made
-        wire = self.wires.get(site)
-        server = f"{self.address[0]}:{made.port}" if wire is None else f"127.0.0.1:{wire.port}"
-        socket = place / ("g" if site in self.doors else "s")
+        """Start a relay in its site's namespace, through its gateway."""
+        place = self.made.place(site)
         inside = ("ip", "netns", "exec", self.network.space(site))
+        server = ["--superlink", f"127.0.0.1:{self.gateways[site].port}", "--ca", "certs/ca.crt"]
         own = ["--key", f"{site}/keys/{site}", "--state", f"{site}/state", "--max-wait", "600"]
-        door = ["--trainer-socket", str(socket), "--token", str(place / "token")]
-        made.start(
-            name or site, "client", "--superlink", server, "--ca", "certs/ca.crt", *own, *door, before=inside
-        )
+        door = ["--trainer-socket", str(place / "g"), "--token", str(place / "token")]
+        self.made.start(name or site, "client", *server, *own, *door, before=inside)
 
     def audit(self, site: str) -> list[dict[str, Any]]:
         """The rounds in a site's audit log."""
@@ -152,12 +109,8 @@ class Story:
         return {line["round"]: line for line in self.made.rounds_done()}
 
     def until(self, what: str, condition: Any) -> Any:
-        """Wait."""
+        """Wait for what stays once it is there."""
         return wait_for(what, condition, BRIEF, self.made)
-
-    def until_round(self, number: int) -> dict[str, Any]:
-        """Wait for the end of a round."""
-        return self.until(f"round {number}", lambda: self.lines().get(number))
 
     def charged(self, site: str) -> list[tuple[int, str, int]]:
         """Return (round, state, steps) of a site's own ledger."""
@@ -168,6 +121,52 @@ class Story:
             rows = ledger.report(Account(site, "words-2026")).rounds
             self.facts[f"epsilon {site}"] = ledger.report(Account(site, "words-2026")).epsilon
         return [(row.server_round, row.state, row.steps_charged) for row in rows]
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def stands(self, point: str = "round") -> int:
+        """Wait until the server stands before a round (or a checkpoint); return its number."""
+        number = self.barrier.until(point, BRIEF)
+        return number or self.until(f"the server before a {point}", lambda: self.barrier.until(point, 0.0))
+
+    def begin(self) -> int:
+        """Let the next round begin; return its number."""
+        number = self.stands()
+        self.barrier.go("round")
+        return number
+
+    def end(self) -> dict[str, Any]:
+        """Wait until the server stands before the round after; return the line of the one that has ended."""
+        number = self.stands() - 1
+        return self.lines()[number]
+
+    def whole_round(self) -> dict[str, Any]:
+        """Let a round pass in which nothing happens."""
+        self.begin()
+        return self.end()
+
+    def held(self, site: str) -> int:
+        """Begin a round; wait until a site has trained it. Its answer waits behind the door."""
+        self.stands()
+        self.doors[site].hold()
+        number = self.begin()
+        self.until(f"{site} trains round {number}", lambda: self.trained(site, number))
+        return number
+
+    def back(self, *sites: str) -> None:
+        """Wait until the server has heard of sites again."""
+        now = time.monotonic()
+        for site in sites:
+            self.gateways[site].alive_since(now, BRIEF)
+
+    def pushed(self, site: str) -> tuple[bool, bool]:
+        """Return whether a SuperNode's log says that its reply is on its way, and that it was sent."""
+        reply = self.gateways[site].reply
+        log = self.made.root / site / "state" / "supernode.log"
+        if reply is None:
+            return False, False
+        _, begun, after = log.read_text(errors="replace").partition(f"(ID: {reply.message})")
+        return bool(begun), "Sent successfully" in after
 
     # -- the faults --------------------------------------------------------------------------------
 
@@ -183,12 +182,6 @@ class Story:
         self.server_killed_while_aggregating()
         self.disk_full()
         self.key_revoked()
-        self.until("the run's end", lambda: self.made.state().get("status") == "finished")
-        gone = self.made.processes["site-c"]
-        self.until("site-c is refused", lambda: gone.poll() is not None)
-        server = self.made.processes["server-again"]
-        server.terminate()
-        self.until("the server's end", lambda: server.poll() is not None)
 
     def other_versions_and_models(self) -> None:
         """Site-c comes with another version and is left out; site-b with another base model and refuses."""
@@ -208,165 +201,126 @@ class Story:
         self.until("site-c is left out", lambda: "0.0.9" in self.server_log())
         made.kill("site-c-skewed")
         self.trainer("site-c")
-        self.wires["site-a"].mute_after = self.pushes
-        self.measure_upload()
-        self.facts["round 1"] = self.until_round(1)
+        self.facts["round 1"] = self.whole_round()
         made.kill("site-b-trainer")
         self.trainer("site-b", "site-b-right")
 
-    def measure_upload(self) -> None:
-        """Note how many bytes a reply of site-a takes."""
-        wire = self.wires["site-a"]
-        self.held()
-        self.pushes.begin()
-        wire.counted, wire.since = 0, self.pushes.begun
-        self.door.release()
-        self.until("site-a sent", self.pushes.sent)
-        self.facts["upload"], wire.since = wire.counted, None
-
-    def everyone(self) -> None:
-        """Wait for a round with all three sites."""
-        seen = max(self.lines())
-        self.until(
-            "all sites in a round",
-            lambda: any(line["accepted"] == 3 for number, line in self.lines().items() if number > seen),
-        )
-
-    def next_round(self, site: str) -> int:
-        """Wait until a site has trained one more round; return its number."""
-        seen = max((entry["round"] for entry in self.audit(site)), default=0)
-        self.until(f"{site} trains again", lambda: self.trained_after(site, seen))
-        return self.trained_after(site, seen)
-
-    def trained_after(self, site: str, seen: int) -> int:
-        """Return the newest round that a site has answered after one, or 0."""
-        newest = max((entry["round"] for entry in self.audit(site)), default=0)
-        return newest if newest > seen else 0
-
-    def held(self, *others: str, before: Callable[[], object] | None = None) -> int:
-        """Return the next round that site-a and others have trained; site-a's answer waits behind the door.
-
-        A round that one of the others is not in (its node has missed heartbeats, say) is let go.
-        """
-        while True:
-            if before is not None:
-                before()
-            self.door.hold()
-            number = self.next_round("site-a")
-            ends = time.monotonic() + DEADLINE / 2
-            while time.monotonic() < ends:
-                if all(self.trained(site, number) for site in others):
-                    return number
-                time.sleep(0.25)
-            self.door.release()
-            self.everyone()
-
     def superlink_restart(self) -> None:
         """The SuperLink dies under running SuperNodes in the middle of a round."""
-        number = self.held()
+        number = self.held("site-a")
         pid = int(self.made.state()["superlink_pid"])
         os.kill(pid, 9)
         self.until("another SuperLink", lambda: self.made.state().get("superlink_pid") not in (pid, None))
-        self.door.release()
-        self.facts["superlink restart"] = self.until_round(number)
+        self.doors["site-a"].release()
+        assert self.stands() == number
+        self.back(*SITES)
+        self.facts["superlink restart"] = self.whole_round()
 
     def cut_before_upload(self) -> None:
         """(a) The cable is pulled after site-a has trained and before its reply is on its way."""
-        number = self.held()
+        self.held("site-a")
         self.network.pull("site-a")
-        self.door.release()
-        self.facts["cut before"] = self.until_round(number)
+        self.doors["site-a"].release()
+        self.facts["cut before"] = self.end()
         self.network.plug("site-a")
+        self.back("site-a")
 
     def cut_during_upload(self) -> None:
-        """(b) The cable is pulled when a part of site-a's reply is on its way.
-
-        A third of what a reply takes: what a slow machine counts on top of it does not make a whole of that.
-        """
-        wire = self.wires["site-a"]
-        number = self.held()
-        self.pushes.begin()
-        wire.since = self.pushes.begun
-        wire.allowed = max(1, self.facts["upload"] // 3)
-        self.door.release()
-        self.until("a part of the upload", wire.stopped.is_set)
-        self.facts["sent when cut during"] = (self.pushes.begun(), self.pushes.sent())
+        """(b) The cable is pulled when two parts of site-a's reply and a half are on its way."""
+        gateway = self.gateways["site-a"]
+        self.stands()
+        gateway.cut_after(2)
+        self.begin()
+        self.until("a part of the upload", gateway.held.is_set)
         self.network.pull("site-a")
-        self.facts["cut during"] = self.until_round(number)
-        wire.normal()
+        self.until("the upload in the log", lambda: self.pushed("site-a")[0])
+        self.facts["cut during"] = self.end()
+        self.facts["sent when cut during"] = self.pushed("site-a")
+        self.facts["whole when cut during"] = gateway.reply is None or gateway.reply.whole
+        gateway.normal()
         self.network.plug("site-a")
+        self.back("site-a")
 
     def cut_after_upload(self) -> None:
         """(c) The reply arrives, its acknowledgement does not: the cable is pulled in between."""
-        wire = self.wires["site-a"]
-        others = [Pushes(self.made.root / site / "state" / "supernode.log") for site in ("site-b", "site-c")]
-        number = self.held("site-b", "site-c", before=lambda: [push.begin() for push in others])
-        self.pushes.begin()
-        self.until("the others have sent", lambda: all(push.sent() for push in others))
-        wire.mute_when = LastPush(self.made.root / "server-state" / "superlink.db", self.pushes)
-        self.door.release()
-        self.until("the last acknowledgement is held back", wire.muted.is_set)
-        self.facts["sent when cut after"] = self.pushes.sent()
+        gateway = self.gateways["site-a"]
+        self.stands()
+        gateway.mute_last()
+        self.begin()
+        self.until("the last acknowledgement is held back", gateway.held.is_set)
         self.network.pull("site-a")
-        self.facts["cut after"] = self.until_round(number)
-        wire.normal()
+        self.facts["cut after"] = self.end()
+        self.facts["sent when cut after"] = self.pushed("site-a")[1]
+        gateway.normal()
         self.network.plug("site-a")
+        self.back("site-a")
 
     def client_killed(self) -> None:
         """Site-b loses power in the middle of a round and comes back."""
-        self.everyone()
-        number = self.next_round("site-b")
+        self.held("site-b")
         for name in ("site-b", "site-b-right"):
             self.made.kill(name)
-        self.facts["client killed"] = self.until_round(number)
+        self.doors["site-b"].release()
+        self.facts["client killed"] = self.end()
         self.trainer("site-b", "site-b-third")
         self.relay("site-b", "site-b-again")
+        self.back("site-b")
 
     def slow_client(self) -> None:
         """Site-c's wire is so slow and lossy that its reply comes after the deadline."""
-        self.everyone()
-        door, wire = self.doors["site-c"], self.wires["site-c"]
-        door.hold()
-        number = self.next_round("site-c")
-        wire.delay, wire.loss = 6.0, 3
-        door.release()
-        self.facts["slow client"] = self.until_round(number)
-        wire.normal()
+        gateway = self.gateways["site-c"]
+        self.stands()
+        gateway.slow(0.2, 3)
+        self.begin()
+        self.facts["slow client"] = self.end()
+        self.until("the slow reply's last part", gateway.held.is_set)
+        gateway.normal()
+        self.facts["after the faults"] = self.whole_round()
 
     def server_killed_while_aggregating(self) -> None:
-        """`kill -9` between the last reply and the checkpoint; the newest checkpoint is cut short as well."""
+        """`kill -9` between the last reply and the checkpoint; the newest checkpoint is cut short as well.
+
+        Of the two rounds that are done again sites keep the reply of the last one only: they refuse the first.
+        """
         folder = self.made.run_folder() / "checkpoints"
-        self.everyone()
-        number = self.held("site-c")
-        self.door.release()
-        deadline = time.monotonic() + BRIEF
-        while time.monotonic() < deadline and not any(f"{number:06d}" in name for name in os.listdir(folder)):
-            time.sleep(0.0005)
+        self.stands()
+        self.barrier.stop_at_checkpoint()
+        self.begin()
+        number = self.stands("checkpoint")
         self.made.kill("server")
         newest = max(folder.glob("round-*.ckpt"))
         self.facts["newest checkpoint"] = (newest.name, number)
         data = newest.read_bytes()
         newest.write_bytes(data[: len(data) // 2])
         self.server("server-again", "--resume", "--stay")
-        self.facts["server killed"] = self.until_round(number)
+        assert self.stands() == number - 1
+        self.back(*SITES)
+        self.facts["asked again"] = self.whole_round()
+        self.facts["server killed"] = self.whole_round()
 
     def disk_full(self) -> None:
         """Site-b's disk fills up; nothing is trained or sent; then there is room again."""
         fill = self.made.root / "site-b" / "disk" / "fill"
-        self.everyone()  # the round that the killed server does again is over: a new one has a new number
-        last = self.held("site-b")  # that round cannot end yet: site-b has answered and rests
+        number = self.stands()
         with fill.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while True:
                 stream.write(b"0" * 4096)
-        self.door.release()
-        number = self.until("site-b answers", lambda: self.trained_after("site-b", last))
-        self.facts["disk full"] = self.until_round(number)
+        self.facts["disk full"] = self.whole_round()
         fill.unlink()
-        self.facts["charged while full"] = sum(last < one <= number for one, _, _ in self.charged("site-b"))
-        self.next_round("site-b")
+        self.facts["charged while full"] = sum(one == number for one, _, _ in self.charged("site-b"))
+        self.facts["disk again"] = self.whole_round()
 
     def key_revoked(self) -> None:
-        """Site-c's key is revoked while the run goes on."""
-        allow = AllowList.load(self.made.root / "allow.json")
+        """Site-c's key is revoked while the run goes on, to its end."""
+        made, gone, server = self.made, self.made.processes["site-c"], self.made.processes["server-again"]
+        self.stands()
+        allow = AllowList.load(made.root / "allow.json")
         allow.revoke("site-c")
         allow.save()
+        log = made.root / "server-state" / "audit.jsonl"
+        self.until("site-c is removed", lambda: '"site removed"' in log.read_text())
+        self.begin()
+        self.until("the run's end", lambda: made.state().get("status") == "finished")
+        self.until("site-c is refused", lambda: gone.poll() is not None)
+        server.terminate()
+        self.until("the server's end", lambda: server.poll() is not None)
