@@ -18,7 +18,7 @@ from typing import Any
 from deploy_netns import enter
 
 FLEET = "/v1/fleet/"
-PUSH, PART = f"{FLEET}push-messages", f"{FLEET}push-object"
+PULL, PUSH, PART = f"{FLEET}pull-messages", f"{FLEET}push-messages", f"{FLEET}push-object"
 ALIVE = (f"{FLEET}send-node-heartbeat", f"{FLEET}activate-node")
 HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "content-length")
 PATIENCE = 40.0
@@ -29,7 +29,7 @@ class Reply:
     """The parts of the training reply that is on its way, or was last."""
 
     def __init__(self, message: str, parts: set[str]) -> None:
-        self.message = message
+        self.message, self.parts = message, frozenset(parts)
         self.unsent, self.unanswered = set(parts), set(parts)
 
     @property
@@ -39,12 +39,13 @@ class Reply:
 
 
 class Gateway:
-    """Passes a SuperNode's requests on, and holds parts of its training replies.
+    """Passes a SuperNode's requests on, and holds parts of its next training reply.
 
-    What is held stays so until `normal`: nothing of it depends on when one looks.
+    What is held stays so until `normal`: nothing of it depends on when one looks. Set a rule before the round begins:
+    the reply is the one to what the site is asked from then on, not an earlier round's that tries to get through.
 
     Attributes:
-        reply: the reply that was announced last.
+        reply: that reply, once it was announced.
         held: set once something is held back.
     """
 
@@ -54,6 +55,7 @@ class Gateway:
         self._change = threading.Condition()
         self._alive = 0.0
         self._rule, self._allowed, self._pieces = "", 0, (0.0, 0)
+        self._asked: set[str] = set()
         self._free = threading.Event()
         self.held = threading.Event()
         self.reply: Reply | None = None
@@ -99,6 +101,7 @@ class Gateway:
     def _set(self, rule: str, *, allowed: int = 0, pieces: tuple[float, int] = (0.0, 0)) -> None:
         with self._change:
             self.reply, self._rule, self._allowed, self._pieces = None, rule, allowed, pieces
+            self._asked.clear()
             self._free.clear()
             self.held.clear()
 
@@ -134,13 +137,12 @@ class Gateway:
 
     def _may_go(self, path: str, headers: dict[str, str], body: bytes, connection: Any) -> bool:
         """Hold a part where the rule says so; return whether it is to be sent afterwards."""
-        if path != PART:
-            return True
         with self._change:
-            rule = self._rule
-            if self.reply is not None:
-                self.reply.unsent.discard(_part(body))
-            last = self.reply is not None and not self.reply.unsent
+            rule, reply = self._rule, self._reply_of(path, body)
+            if reply is None:
+                return True
+            reply.unsent.discard(_part(body))
+            last = not reply.unsent
             cut, self._allowed = rule == "cut" and self._allowed <= 0, self._allowed - 1
         if cut:
             _announce(path, headers, body, connection)
@@ -150,6 +152,11 @@ class Gateway:
         if rule == "slow" and last:
             self._hold()
         return True
+
+    def _reply_of(self, path: str, body: bytes) -> Reply | None:
+        """Return the reply that a request brings a part of, if it is the one that is looked at."""
+        mine = path == PART and self.reply is not None and _part(body) in self.reply.parts
+        return self.reply if mine else None
 
     def _send(self, path: str, headers: dict[str, str], body: bytes, connection: Any) -> None:
         _announce(path, headers, body, connection)
@@ -161,26 +168,33 @@ class Gateway:
 
     def _may_return(self, path: str, body: bytes, answer: bytes) -> bool:
         """Note what the server acknowledged; return whether the site is told."""
-        if path == PUSH:
-            self._announced(body, answer)
-        if path != PART:
-            return True
+        if path in {PULL, PUSH}:
+            self._note(path, body, answer)
         with self._change:
-            if self.reply is not None:
-                self.reply.unanswered.discard(_part(body))
-            mute = self._rule == "mute" and self.reply is not None and self.reply.whole
+            reply = self._reply_of(path, body)
+            if reply is None:
+                return True
+            reply.unanswered.discard(_part(body))
+            mute = self._rule == "mute" and reply.whole
         if mute:
             self._hold()
         return not mute
 
-    def _announced(self, body: bytes, answer: bytes) -> None:
-        from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+    def _note(self, path: str, body: bytes, answer: bytes) -> None:
+        """Note which messages ask the site to train, and which parts the reply to one of them has."""
+        from flwr.proto import fleet_pb2 as proto
 
-        request, response = PushMessagesRequest.FromString(body), PushMessagesResponse.FromString(answer)
-        metadata = request.messages_list[0].metadata
-        if metadata.message_type == "train":
-            with self._change:
-                self.reply = Reply(metadata.message_id, set(response.objects_to_push))
+        with self._change:
+            if path == PULL:
+                pulled = proto.PullMessagesResponse.FromString(answer).messages_list
+                self._asked |= {
+                    one.metadata.message_id for one in pulled if one.metadata.message_type == "train"
+                }
+                return
+            metadata = proto.PushMessagesRequest.FromString(body).messages_list[0].metadata
+            if metadata.reply_to_message_id in self._asked:
+                parts = proto.PushMessagesResponse.FromString(answer).objects_to_push
+                self.reply = Reply(metadata.message_id, set(parts))
 
     def _hold(self) -> None:
         self.held.set()
