@@ -153,11 +153,11 @@ class Story:
         self.until(f"{site} trains round {number}", lambda: self.trained(site, number))
         return number
 
-    def back(self, *sites: str) -> None:
-        """Wait until the server has heard of sites again."""
-        now = time.monotonic()
+    def back(self, *sites: str, since: float | None = None) -> None:
+        """Wait until the server has heard of sites again, after a monotonic moment (now by default)."""
+        moment = time.monotonic() if since is None else since
         for site in sites:
-            self.gateways[site].alive_since(now, BRIEF)
+            self.gateways[site].alive_since(moment, BRIEF)
 
     def pushed(self, site: str) -> tuple[bool, bool]:
         """Return whether a SuperNode's log says that its reply is on its way, and that it was sent."""
@@ -210,10 +210,11 @@ class Story:
         number = self.held("site-a")
         pid = int(self.made.state()["superlink_pid"])
         os.kill(pid, 9)
+        died = time.monotonic()
         self.until("another SuperLink", lambda: self.made.state().get("superlink_pid") not in (pid, None))
         self.doors["site-a"].release()
         assert self.stands() == number
-        self.back(*SITES)
+        self.back(*SITES, since=died)
         self.facts["superlink restart"] = self.whole_round()
 
     def cut_before_upload(self) -> None:
@@ -288,13 +289,14 @@ class Story:
         self.begin()
         number = self.stands("checkpoint")
         self.made.kill("server")
+        died = time.monotonic()
         newest = max(folder.glob("round-*.ckpt"))
         self.facts["newest checkpoint"] = (newest.name, number)
         data = newest.read_bytes()
         newest.write_bytes(data[: len(data) // 2])
         self.server("server-again", "--resume", "--stay")
         assert self.stands() == number - 1
-        self.back(*SITES)
+        self.back(*SITES, since=died)
         self.facts["asked again"] = self.whole_round()
         self.facts["server killed"] = self.whole_round()
 
