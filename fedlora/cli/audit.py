@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -47,8 +47,28 @@ AttackOption = Annotated[
         "loss, release, calibrated, noise-free (the control: a DP-LoRA-FA release without noise, which leaks).",
     ),
 ]
+FEWEST_REPEATS: Final = 5
+"""Repeats from which a power is worth stating: an attack of power one half passes all of them once in 32 audits."""
+
+
+def _enough_repeats(repeats: int) -> int:
+    """Refuse a power that one lucky run decides."""
+    if 0 < repeats < FEWEST_REPEATS:
+        raise typer.BadParameter(
+            f"got {repeats}; allowed: 0 (the power stays open, nothing passes) or {FEWEST_REPEATS} to 1000"
+        )
+    return repeats
+
+
 RepeatsOption = Annotated[
-    int, typer.Option("--repeats", min=0, max=1000, help="Runs with half the noise that measure the power.")
+    int,
+    typer.Option(
+        "--repeats",
+        min=0,
+        max=1000,
+        callback=_enough_repeats,
+        help=f"Runs with half the noise that measure the power; 0 or {FEWEST_REPEATS} and more.",
+    ),
 ]
 CanariesOption = Annotated[
     int, typer.Option("--canaries", min=200, max=1_000_000, help="Gradient or client canaries at most.")

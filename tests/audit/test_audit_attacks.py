@@ -275,7 +275,7 @@ def test_the_command_writes_verdicts_where_the_report_reads_them(model, tmp_path
     from fedlora.cli.audit import app
 
     folder = _run_folder(model, tmp_path)
-    result = CliRunner().invoke(app, [str(folder), "--repeats", "3", "--json"])
+    result = CliRunner().invoke(app, [str(folder), "--repeats", "5", "--json"])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     assert said["ok"]

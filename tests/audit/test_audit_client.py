@@ -232,7 +232,7 @@ def _audit(model: Path, tmp_path: Path, *options: str, canaries: int = CANARIES,
 
 
 def test_the_quick_audit_of_a_client_level_run_attacks_with_canary_clients(model, tmp_path):
-    result = _audit(model, tmp_path, "--repeats", "2", "--strict")
+    result = _audit(model, tmp_path, "--repeats", "5", "--strict")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     assert [one["attack"] for one in said["audits"]] == ["client-canary"]

@@ -24,7 +24,7 @@ from fedlora.report.page import render
 from fedlora.report.run_data import read_run
 from fedlora.simulation.run import simulate
 
-QUICK = ("--repeats", "3", "--canaries", "40000", "--json")
+QUICK = ("--repeats", "5", "--canaries", "40000", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_a_configuration_that_claims_less_than_it_spends_is_refused(run_folder):
 
 
 def test_weak_attacks_have_an_exit_code_of_their_own_on_request(run_folder):
-    options = ("--attack", "loss", "--trials", "12", "--repeats", "2", "--json")
+    options = ("--attack", "loss", "--trials", "12", "--repeats", "5", "--json")
     result, said = _audit(run_folder, *options)
     assert result.exit_code == 0
     (verdict,) = said["audits"]
@@ -260,8 +260,14 @@ def test_all_attacks_say_which_ones_do_not_fit(run_folder):
 def test_the_command_says_delta_zero_and_how_often_power_was_measured(run_folder):
     options = ("--attack", "noise-free", "--trials", "12")
     assert "  delta: 0\n" in CliRunner().invoke(app, [str(run_folder), *options]).output
-    said = CliRunner().invoke(app, [str(run_folder), "--repeats", "1", "--canaries", "20000"]).output
-    assert "power at half the noise 1.00 (1 repeat)" in said
+    said = CliRunner().invoke(app, [str(run_folder), "--repeats", "5", "--canaries", "20000"]).output
+    assert "power at half the noise 1.00 (5 repeats)" in said
+
+
+def test_a_power_that_one_lucky_repeat_decides_is_refused(run_folder):
+    refused = CliRunner().invoke(app, [str(run_folder), "--repeats", "1"])
+    assert refused.exit_code == 2
+    assert "0 (the power stays open" in " ".join(refused.output.split())
 
 
 # -- the rules behind it ------------------------------------------------------------------------------------
