@@ -1,4 +1,4 @@
-"""Training and validation records inside one client."""
+"""Records that are kept out of training."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from fedlora.data.rows import Index
 
 
-def split_validation(index: Index, fraction: float, seed: int, client: str) -> tuple[Index, Index]:
-    """Split one client's records into (training, validation); the same for the same seed.
+def split_validation(index: Index, fraction: float, seed: int) -> tuple[Index, Index]:
+    """Split one client's records into (training, validation) by a public coin of each record's own place.
 
-    A share that rounds down to no record gives an empty validation part: the client then has
-    no metric, and training records are never evaluated in its place.
+    A record that is there or not changes no other's coin. A share of exact size, drawn from a client's number of
+    records, would train on other records throughout once one is missing, and no epsilon of one record would hold.
 
     Args:
-        index: the client's positions.
-        fraction: validation share in [0, 1).
-        seed: the experiment seed.
-        client: the client's id.
+        index: the client's positions in the source.
+        fraction: expected validation share in [0, 1); small clients may have none, or nothing else.
+        seed: the experiment seed; the same seed gives the same coins.
     """
-    count = int(len(index) * fraction)
-    if count == 0:
-        return index, np.empty(0, dtype=np.int64)
-    digest = hashlib.sha256(f"validation|{seed}|{client}".encode()).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-    order = generator.permutation(len(index))
-    return np.sort(index[order[count:]]), np.sort(index[order[:count]])
+    coins = np.array([_coin(seed, int(place)) for place in index], dtype=np.float64)
+    held = coins < fraction
+    return index[~held], index[held]
+
+
+def _coin(seed: int, place: int) -> float:
+    digest = hashlib.sha256(f"validation|{seed}|{place}".encode()).digest()
+    return int.from_bytes(digest[:6], "little") / 2.0**48

@@ -65,7 +65,7 @@ def make_federation(config: FedLoraConfig) -> Federation:
     _enough(config, len(parts))
     for client, index in parts.items():
         index = bounded(config, rows, index)
-        parts[client], _ = split_validation(index, config.data.validation_fraction, config.run.seed, client)
+        parts[client], _ = split_validation(index, config.data.validation_fraction, config.run.seed)
     return Federation(with_labels(config, names), rows, parts)
 
 

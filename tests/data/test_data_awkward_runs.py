@@ -42,14 +42,15 @@ def finite(result: RunResult) -> bool:
     return all(np.isfinite(value).all() for value in values)
 
 
-def test_h29_clients_of_one_two_and_four_rows_train_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held_out", [0.2, 0.999])
+def test_h29_clients_of_one_two_and_four_rows_train_together(tmp_path: Path, held_out: float) -> None:
     sizes = {"one": 1, "two": 2, "four": 4}
     rows = [
         {"text": f"the cat {number}", "label": "ab"[number % 2], "site": site}
         for site, count in sizes.items()
         for number in range(count)
     ]
-    result = run(tmp_path, rows, validation_fraction=0.2)
+    result = run(tmp_path, rows, validation_fraction=held_out)
     assert finite(result)
     records = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["accepted"] for record in records if record["round"] > 0] == [3, 3]

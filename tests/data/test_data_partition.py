@@ -198,14 +198,25 @@ def test_h18_groups_are_bounded_and_only_the_excess_is_dropped(groups: list[int]
         assert len(members) == min(most, groups.count(group))
 
 
-@pytest.mark.parametrize(("records", "validation"), [(1, 0), (2, 0), (4, 0), (5, 1), (10, 2)])
-def test_h29_tiny_clients_have_no_metric_instead_of_a_crash(records: int, validation: int) -> None:
+@pytest.mark.parametrize("records", [0, 1, 2, 4, 5, 10])
+def test_h29_a_split_of_tiny_clients_loses_and_repeats_nothing(records: int) -> None:
     index = np.arange(100, 100 + records)
-    train, held = split_validation(index, 0.2, 3, "client-0001")
-    assert len(held) == validation
-    assert sorted([*train, *held]) == list(index)
-    again = split_validation(index, 0.2, 3, "client-0001")
-    assert list(again[1]) == list(held)
+    for fraction in (0.0, 0.2, 0.9):
+        train, held = split_validation(index, fraction, 3)
+        assert sorted([*train, *held]) == list(index)
+        assert fraction > 0 or len(held) == 0
+        assert list(split_validation(index, fraction, 3)[1]) == list(held)
+
+
+def test_one_record_more_or_less_moves_no_other_between_training_and_validation() -> None:
+    index = np.arange(1000)
+    train, held = split_validation(index, 0.2, 3)
+    assert 120 < len(held) < 280  # six standard deviations of a coin
+    for gone in (0, 500, 999):
+        fewer, _ = split_validation(np.delete(index, gone), 0.2, 3)
+        assert set(train) - set(fewer) <= {gone}
+        assert set(fewer) <= set(train)
+    assert list(split_validation(index, 0.2, 4)[1]) != list(held)
 
 
 def test_h29_the_mean_is_over_clients_with_data() -> None:
