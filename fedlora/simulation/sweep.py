@@ -77,11 +77,15 @@ class Trial:
     seed: int
 
 
+BELOW_MEDIAN: Final = "below-median"
+
+
 @dataclass(frozen=True)
 class TrialResult:
     """PUBLIC. How a trial ended.
 
     Attributes:
+        status: as a run's (`RunResult.status`), "failed", or `BELOW_MEDIAN` where the sweep itself ended it early.
         epsilon: what this trial alone costs a client, from its own events.
         spent: largest epsilon in the clients' ledger after it (earlier trials included).
         statement: what both mean: unit, adjacency, adversary, delta, accountant, sampling; empty in files of earlier
@@ -165,17 +169,19 @@ class MedianRule:
         name: this trial.
         metric: what is compared.
         larger_is_better: direction.
+        rounds: of the run; a trial that has done them all is not stopped.
         least_others: number of other trials needed before anything is stopped.
     """
 
     def __init__(
-        self, folder: Path, name: str, metric: str, larger_is_better: bool, least_others: int = 3
+        self, folder: Path, name: str, metric: str, larger_is_better: bool, rounds: int, least_others: int = 3
     ) -> None:
         """Create the folder."""
         self._folder, self._name, self._metric = folder, name, metric
         self._sign = 1.0 if larger_is_better else -1.0
-        self._least = least_others
+        self._rounds, self._least = rounds, least_others
         self._mine: dict[str, float] = {}
+        self.stopped = False
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, record: RoundRecord) -> bool:
@@ -192,7 +198,9 @@ class MedianRule:
             if other.stem != self._name
         ]
         known = [one for one in others if one is not None]
-        return len(known) >= self._least and value < statistics.median(known)
+        enough = len(known) >= self._least and record.round < self._rounds
+        self.stopped = enough and value < statistics.median(known)
+        return self.stopped
 
 
 def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResult:
@@ -214,7 +222,8 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
             raise ConfigError("data.public_eval: missing; without public records there is nothing to compare")
         rule: MedianRule | None = None
         if plan.early_stopping:
-            rule = MedianRule(folder / "marks", trial.name, plan.metric, plan.larger_is_better)
+            better, rounds = plan.larger_is_better, config.federation.rounds
+            rule = MedianRule(folder / "marks", trial.name, plan.metric, better, rounds)
         public = config.data.marked_public
         ledger = folder / "ledgers" / f"{trial.name}.sqlite" if public else Path(shared)
         result = simulate(config, in_process=True, progress=partial(_watch, plan, rule), ledger=ledger)
@@ -230,7 +239,7 @@ def run_trial(plan: SweepPlan, trial: Trial, out: str, shared: str) -> TrialResu
         name=trial.name,
         overrides=trial.overrides,
         seed=trial.seed,
-        status=result.status,
+        status=BELOW_MEDIAN if rule and rule.stopped else result.status,
         mechanism=config.mechanism.kind,
         metrics=dict(result.metrics or {}),
         epsilon=result.statement.get("epsilon_from_this_runs_events"),

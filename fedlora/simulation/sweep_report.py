@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedlora.figures import at_least
-from fedlora.simulation.sweep import TrialResult
+from fedlora.simulation.sweep import BELOW_MEDIAN, TrialResult
 
 _COLOURS = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#2c3e50")
 _MEANING = ("delta", "unit", "adjacency", "adversary", "accountant", "sampling_assumption")
@@ -41,7 +41,10 @@ class Point:
 
 
 def points(results: Sequence[TrialResult], metric: str) -> list[Point]:
-    """Group finished trials by configuration, in order of appearance."""
+    """Group finished trials by configuration, in order of appearance.
+
+    A trial that the sweep ended early stopped at a round of its own: its metric is none of the others' seeds.
+    """
     groups: dict[tuple[str, ...], list[TrialResult]] = {}
     for one in results:
         if metric in one.metrics and one.status in ("finished", "stopped-early"):
@@ -79,6 +82,12 @@ def table_text(results: Sequence[TrialResult], metric: str, larger_is_better: bo
         if trial.status in ("failed", "budget-exhausted"):
             changed = " ".join(trial.overrides)
             lines.append(f"{trial.status}: {changed} seed {trial.seed} {trial.error}".rstrip())
+        elif trial.status == BELOW_MEDIAN:
+            reached = trial.metrics.get(metric, math.nan)
+            changed = " ".join(trial.overrides)
+            lines.append(
+                f"{BELOW_MEDIAN}: {changed} seed {trial.seed} {metric} {reached:.4f} after round {trial.rounds}"
+            )
         elif metric not in trial.metrics:
             lines.append(f"no {metric} in the end: {' '.join(trial.overrides)} seed {trial.seed}")
     return "\n".join(lines)

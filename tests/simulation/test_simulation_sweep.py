@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def test_another_sweep_does_not_go_on_in_the_same_folder(world: Path, tmp_path: 
 
 
 def test_the_median_rule_stops_the_worst_only(tmp_path: Path) -> None:
-    rules = {name: MedianRule(tmp_path, name, "accuracy", True) for name in "abcd"}
+    rules = {name: MedianRule(tmp_path, name, "accuracy", True, rounds=9) for name in "abcd"}
     values = {"a": 0.9, "b": 0.8, "c": 0.85, "d": 0.3}
     told = {name: rules[name](RoundRecord(5, "ok", metrics={"accuracy": values[name]})) for name in "abcd"}
     assert told == {"a": False, "b": False, "c": False, "d": True}
@@ -225,8 +226,32 @@ def test_the_median_rule_stops_the_worst_only(tmp_path: Path) -> None:
     assert rules["d"](RoundRecord(6, "ok", metrics=None)) is False
 
 
+def test_a_trial_below_the_others_ends_and_says_so_unless_its_rounds_are_all_done(
+    world: Path, tmp_path: Path
+) -> None:
+    config = write_config(world, tmp_path, data={"public_eval": {"every_rounds": 1}})
+    last = load_config(config).federation.rounds
+    for marked, status, rounds in ((1, "below-median", 1), (last, "finished", last)):
+        out = tmp_path / f"sweep-{marked}"
+        (out / "marks").mkdir(parents=True)
+        for other in "abc":
+            (out / "marks" / f"{other}.json").write_text(json.dumps({str(marked): 2.0}))
+        (trial,) = run_sweep(SweepPlan(config, early_stopping=True), out, in_process=True)
+        assert (trial.status, trial.rounds) == (status, rounds), trial.error
+
+
 def result(name: str, mechanism: str, epsilon: float | None, accuracy: float, seed: int) -> TrialResult:
     return TrialResult(name, (f"e={epsilon}",), seed, "finished", mechanism, {"accuracy": accuracy}, epsilon)
+
+
+def test_a_trial_that_the_sweep_ended_early_is_not_in_its_configurations_mean() -> None:
+    ended = replace(result("2", "lora_fa", 1.0, 0.1, 2), status="below-median", rounds=3)
+    results = [result("1", "lora_fa", 1.0, 0.7, 1), ended]
+    (only,) = points(results, "accuracy")
+    assert (only.mean, only.runs) == (0.7, 1)
+    assert table_text(results, "accuracy").splitlines()[-1] == (
+        "below-median: e=1.0 seed 2 accuracy 0.1000 after round 3"
+    )
 
 
 def test_table_and_plot_show_spread_over_seeds() -> None:
