@@ -1,4 +1,9 @@
-"""Replies kept for repeated requests: the same bytes again, never fresh noise."""
+"""Replies kept for repeated requests: the same bytes again, never fresh noise.
+
+A server that lost its newest checkpoint can ask for a round again with another global adapter. lora_B of a common
+lora_A is averaged as it is; tangent blocks and factors mean something only at the adapter that they were made at, and
+are not sent again then.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,15 @@ from fedlora.ledger.types import Refusal, Reservation
 from fedlora.training.port import decode_packet, encode_packet, pack_reply, unpack_reply
 from fedlora.training.requests import ClientReply, RoundReply
 from fedlora.wire.fingerprint import payload_fingerprint
+from fedlora.wire.payload import AdapterPayload
+
+_HEADER = b"fedlora reply at "
+
+
+def place_of(reply: ClientReply, current: AdapterPayload) -> str:
+    """Return the fingerprint of the only global adapter at which an update has a meaning; "" where any will do."""
+    free = reply.payload is None or reply.payload.kind == "lora_b"
+    return "" if free else payload_fingerprint(current)
 
 
 def release_digest(reply: ClientReply) -> str:
@@ -24,24 +38,24 @@ def release_digest(reply: ClientReply) -> str:
 class Replies(Protocol):
     """Keeps each client's last reply until the next round's is kept."""
 
-    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
-        """Keep a reply (durably, where the keeper is durable) and return the digest to commit."""
+    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
+        """Keep a reply made at a global adapter (durably, where the keeper is durable); return the digest to commit."""
 
-    def find(self, refusal: Refusal) -> ClientReply | None:
-        """Return the kept reply of a refused duplicate round, if it is the one that was committed."""
+    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
+        """Return the kept reply of a refused duplicate round, if it was committed and means something at `current`."""
 
 
 class NoReplies:
     """Keeps nothing: a repeated round is refused (simulations)."""
 
-    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
         """Return the digest only."""
-        del reservation
+        del reservation, current
         return release_digest(reply)
 
-    def find(self, refusal: Refusal) -> ClientReply | None:
+    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
         """Return None."""
-        del refusal
+        del refusal, current
         return None
 
 
@@ -50,20 +64,21 @@ class MemoryReplies:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._last: dict[str, tuple[str, int, str, ClientReply]] = {}
+        self._last: dict[str, tuple[str, int, str, str, ClientReply]] = {}
 
-    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
         """Keep a reply and return its digest."""
-        digest = release_digest(reply)
-        self._last[reply.client] = (reservation.run_id, reservation.server_round, digest, reply)
+        digest, place = release_digest(reply), place_of(reply, current)
+        self._last[reply.client] = (reservation.run_id, reservation.server_round, digest, place, reply)
         return digest
 
-    def find(self, refusal: Refusal) -> ClientReply | None:
-        """Return the kept reply of this round, if the committed digest agrees."""
+    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
+        """Return the kept reply of this round, if the committed digest agrees and it was made at `current`."""
         kept = self._last.get(refusal.account.client)
         if kept is None or kept[:2] != (refusal.run_id, refusal.server_round):
             return None
-        return kept[3] if refusal.reply_digest == kept[2] else None
+        *_, digest, place, reply = kept
+        return reply if refusal.reply_digest == digest and place == place_of(reply, current) else None
 
 
 class LedgerReplies:
@@ -73,15 +88,18 @@ class LedgerReplies:
         """Use the ledger's own folder of replies."""
         self._ledger = ledger
 
-    def keep(self, reservation: Reservation, reply: ClientReply) -> str:
-        """Store the reply's bytes and return their sha256."""
+    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
+        """Store the reply's bytes, behind the adapter that they were made at, and return their sha256."""
         bare = replace(reply, epsilon=None, ledger_head=None, receipt=None, ledger_receipts=None)
         whole = RoundReply(reservation.run_id, reservation.server_round, (bare,))
-        return self._ledger.store_reply(reservation, encode_packet(pack_reply(whole)))
+        header = _HEADER + place_of(reply, current).encode() + b"\n"
+        return self._ledger.store_reply(reservation, header + encode_packet(pack_reply(whole)))
 
-    def find(self, refusal: Refusal) -> ClientReply | None:
-        """Return the committed reply of this round, or None if it is not kept."""
+    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
+        """Return the committed reply of this round, or None if it is not kept or was made at another adapter."""
         data = self._ledger.load_reply(refusal.account, refusal.run_id, refusal.server_round)
-        if data is None:
+        if data is None or not data.startswith(_HEADER):  # an earlier version did not say where it was made
             return None
-        return unpack_reply(decode_packet(data)).replies[0]
+        header, _, packet = data.partition(b"\n")
+        reply = unpack_reply(decode_packet(packet)).replies[0]
+        return reply if header == _HEADER + place_of(reply, current).encode() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from fedlora.mechanisms.noise import SeededNoise
 from fedlora.training import trainer as trainer_module
 from fedlora.training.drawing import make_job
 from fedlora.training.policy import Policy
+from fedlora.training.replies import release_digest
 from fedlora.training.requests import ClientReply, RoundReply
 from fedlora.training.selfcheck import check_noise, run_selfchecks
+from fedlora.training.session import Parts, bind
 from fedlora.wire.fingerprint import payload_fingerprint
 
 
@@ -93,6 +96,27 @@ def test_a_repeated_round_gets_the_same_bytes(world: World, tmp_path: Path, repl
         assert right.payload is not None
         assert payload_fingerprint(left.payload) == payload_fingerprint(right.payload)
     assert len(ledger.rounds(Account("client-0000", "words-2026"))) == 1
+
+
+@pytest.mark.parametrize("replies", ["memory", "ledger"])
+@pytest.mark.parametrize(("mechanism", "sent_again"), [("lora_fa", True), ("factor", False)])
+def test_a_kept_reply_is_not_sent_for_another_global_adapter_where_it_means_nothing(
+    world: World, tmp_path: Path, replies: str, mechanism: str, sent_again: bool
+) -> None:
+    """A server that lost its newest checkpoint asks again with another adapter; lora_B of one lora_A fits any."""
+    trainer, _, _ = world.trainer(tmp_path, replies=replies)
+    bench = bind(
+        world.variant(mechanism=mechanism), Parts(world.bench.base, world.bench.task, world.bench.adapted)
+    )
+    start = bench.initial_payload()
+    other = replace(start, blocks={name: block + 1 for name, block in start.blocks.items()})
+    changes = {} if mechanism == "lora_fa" else {"mechanism": mechanism}
+    first = trainer.handle(world.request(1, payload=start, **changes))
+    same = trainer.handle(world.request(1, payload=start, **changes))
+    changed = trainer.handle(world.request(1, payload=other, **changes))
+    assert [release_digest(one) for one in same.replies] == [release_digest(one) for one in first.replies]
+    assert set(statuses(changed).values()) == {"ok" if sent_again else "refused"}
+    assert sent_again or set(errors(changed).values()) == {"DuplicateRoundError"}
 
 
 def test_a_repeated_round_without_kept_replies_is_refused(world: World, tmp_path: Path) -> None:
