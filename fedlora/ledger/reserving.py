@@ -218,8 +218,8 @@ class Reserver:
         message = (
             f"budget of data set {request.account.dataset!r}: {request.steps} more steps would spend epsilon "
             f"{at_least(projected)} of {terms.epsilon:g} at delta {terms.delta:g} (spent {at_least(spent)}, "
-            f"{terms.window}); allowed: at most the budget; take fewer steps, more noise, or let the owner raise the "
-            "budget"
+            f"{terms.window}; unit {terms.unit}, {terms.adjacency}, accountant {terms.accountant}); allowed: at most "
+            "the budget; take fewer steps, more noise, or let the owner raise the budget"
         )
         error_out = BudgetExceededError(message, spent=spent, projected=projected, budget=terms.epsilon)
         raise RefusedError("budget-exceeded", error_out)
