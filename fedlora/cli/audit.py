@@ -102,7 +102,6 @@ def audit(
     from fedlora.audit.client_checks import run_client_checks
     from fedlora.audit.noise_check import check_noise_scale
     from fedlora.audit.run_claim import hold_to_claim, hold_to_noise, read_claim
-    from fedlora.audit.verdict import write_verdict
     from fedlora.training.selfcheck import run_selfchecks
 
     chosen = _chosen(attack)
@@ -116,24 +115,29 @@ def audit(
         checks.append(claim.check())
         verdicts = [hold_to_claim(one, claim) for one in verdicts]
     verdicts = [hold_to_noise(one, bench.config) for one in verdicts]
-    place = output or folder
-    written = []
-    if place is not None:
-        place.mkdir(parents=True, exist_ok=True)
-        written = [str(write_verdict(place, verdict)) for verdict in verdicts]
     failed = any(one.verdict == "failed" for one in verdicts) or not all(one.passed for one in checks)
     result: dict[str, Any] = {
         "ok": not failed,
         "selfchecks": [vars(one) for one in checks],
         "audits": [one.to_json() for one in verdicts],
         "left_out": left_out,
-        "written": written,
+        "written": _written(output or folder, verdicts),
     }
     emit(result, as_json=as_json, text=_text(verdicts, checks, left_out))
     if failed:
         raise typer.Exit(AuditFailedError.exit_code)
     if strict and not any(one.verdict == "passed" for one in verdicts):
         raise typer.Exit(WeakAuditError.exit_code)
+
+
+def _written(place: Path | None, verdicts: list[Verdict]) -> list[str]:
+    """Write each verdict as a file of its own, where there is a place for them."""
+    from fedlora.audit.verdict import write_verdict
+
+    if place is None:
+        return []
+    place.mkdir(parents=True, exist_ok=True)
+    return [str(write_verdict(place, verdict)) for verdict in verdicts]
 
 
 def _chosen(attack: str) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from fedlora.figures import at_least_digits
 
 if TYPE_CHECKING:
     from fedlora.config import FedLoraConfig, Loaded
+    from fedlora.training.session import Workbench
+    from fedlora.wire import AdapterPayload
 
 app = typer.Typer(help="Resolve and validate a configuration.", rich_markup_mode=None, add_completion=False)
 
@@ -83,7 +85,6 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
     from fedlora.report.conditions import conditions_line, conditions_of
     from fedlora.simulation.prepare import complete, make_federation
     from fedlora.training.predicted import clients_of_a_round, predict_round
-    from fedlora.wire.layout import payload_bytes, predict_size
 
     clients, federation = None, None
     if config.data.partition is not None:
@@ -94,7 +95,6 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
         check_records(prepared.bench.task, federation.rows, federation.parts)
     resolved, bench = prepared.config, prepared.bench
     start = bench.initial_payload()
-    payload = payload_bytes(start)
     known = clients or config.deployment.expected_clients or config.federation.min_replies
     wire = predict_round(
         resolved,
@@ -105,21 +105,12 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
         clients_of_a_round(config, known),
         signed=clients is None,
     )
-    down = predict_size(bench.layout, bench.mechanism.downlink).total
-    up = predict_size(bench.layout, bench.mechanism.uplink, config.federation.compression).total
-    base = sum(int(p.numel()) * int(p.element_size()) for p in bench.base.model.parameters())
-    trained = payload // 4
     figures: dict[str, Any] = {
         "clients": clients,
-        "payload_bytes_down": down,
-        "payload_bytes_up_per_client": up,
-        "payload_bytes_per_client_and_round": down + up,
+        **_sizes(resolved, bench, start),
         "wire_bytes_down_per_client_and_round": wire.down,
         "wire_bytes_up_per_client_and_round": wire.up,
         "wire_bytes_per_round": wire.clients * (wire.down + wire.up),
-        "trained_parameters": trained,
-        "base_model_bytes": base,
-        "per_record_gradient_bytes": trained * 4 * config.training.expected_batch_size,
         "base_fingerprint": bench.base.fingerprint,
         "model_license": bench.base.license,
     }
@@ -134,6 +125,25 @@ def _predict(config: FedLoraConfig) -> tuple[FedLoraConfig, dict[str, Any]]:
             epsilon_means=conditions_line({**conditions_of(resolved), "delta": derived.delta}),
         )
     return resolved, figures
+
+
+def _sizes(config: FedLoraConfig, bench: Workbench, start: AdapterPayload) -> dict[str, Any]:
+    """Return what travels and what is kept, in bytes."""
+    from fedlora.wire.layout import payload_bytes, predict_size
+
+    down = predict_size(bench.layout, bench.mechanism.downlink).total
+    up = predict_size(bench.layout, bench.mechanism.uplink, config.federation.compression).total
+    trained = payload_bytes(start) // 4
+    return {
+        "payload_bytes_down": down,
+        "payload_bytes_up_per_client": up,
+        "payload_bytes_per_client_and_round": down + up,
+        "trained_parameters": trained,
+        "base_model_bytes": sum(
+            int(p.numel()) * int(p.element_size()) for p in bench.base.model.parameters()
+        ),
+        "per_record_gradient_bytes": trained * 4 * config.training.expected_batch_size,
+    }
 
 
 def _text(config: str, loaded: Loaded[FedLoraConfig], figures: dict[str, Any]) -> str:

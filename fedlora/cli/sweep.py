@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +74,6 @@ def sweep(
     from fedlora.config import load_config
     from fedlora.config.tracking import require_trackers
     from fedlora.data.metrics import LOWER_IS_BETTER
-    from fedlora.simulation.clients_ledger import ledger_file
     from fedlora.simulation.sweep import SweepPlan, run_sweep
 
     plan = SweepPlan(
@@ -89,22 +89,34 @@ def sweep(
     )
     settings = load_config(config, (), overlay or ())
     require_trackers(settings.tracking)
-
-    def note(result: TrialResult, done: int, total: int) -> None:
-        value = result.metrics.get(metric)
-        told = "-" if value is None else f"{metric} {value:.4f}"
-        sys.stderr.write(
-            f"[{done}/{total}] {result.status} {told} {' '.join(result.overrides)} seed {result.seed}\n"
-        )
-
     results = run_sweep(
         plan,
         out,
         parallel=parallel,
         gpus_per_trial=gpus_per_trial,
         cpus_per_trial=cpus_per_trial,
-        progress=note,
+        progress=partial(_note, metric),
     )
+    _tell(settings, plan, out, results, as_json)
+    if all(one.status == "failed" for one in results):
+        raise typer.Exit(SimulationError.exit_code)
+
+
+def _note(metric: str, result: TrialResult, done: int, total: int) -> None:
+    """Write a line for a trial that has ended."""
+    value = result.metrics.get(metric)
+    told = "-" if value is None else f"{metric} {value:.4f}"
+    sys.stderr.write(
+        f"[{done}/{total}] {result.status} {told} {' '.join(result.overrides)} seed {result.seed}\n"
+    )
+
+
+def _tell(
+    settings: FedLoraConfig, plan: SweepPlan, out: Path, results: Sequence[TrialResult], as_json: bool
+) -> None:
+    """Write the sweep's files and print its table, with the ledger that its trials spent from."""
+    from fedlora.simulation.clients_ledger import ledger_file
+
     means = _epsilon_means(settings)
     table = _write_results(out, plan, results, means)
     told = (
@@ -122,8 +134,6 @@ def sweep(
         as_json=as_json,
         text=f"{table}\n{told}\ntable and plot: {out}",
     )
-    if all(one.status == "failed" for one in results):
-        raise typer.Exit(SimulationError.exit_code)
 
 
 def _epsilon_means(settings: FedLoraConfig) -> str:

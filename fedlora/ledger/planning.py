@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,22 +70,28 @@ def project(
         pairs = [*base, (event, extra)]
         return bool(within_budget(compose(pairs), budget.epsilon, budget.delta, adjacency=budget.adjacency))
 
-    low, high = 0, 1
-    while high <= SEARCH_LIMIT and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    most = _most_steps(fits)
     after = report([*base, (event, steps)])
     sampled = any(is_sampled(one) for one, _ in [*base, (event, steps)])
     return Projection(
         report(base).epsilon if base else 0.0,
         after.epsilon,
         budget,
-        steps <= low or fits(steps),
-        low,
+        steps <= most or fits(steps),
+        most,
         after.accountant,
         ADVERSARY[budget.unit],
         sampling_of(budget.unit, sampled),
         (UNIT_NOTES[budget.unit], *after.conditions),
     )
+
+
+def _most_steps(fits: Callable[[int], bool]) -> int:
+    """Return the largest number of steps that fits (up to twice `SEARCH_LIMIT`), by doubling and halving."""
+    low, high = 0, 1
+    while high <= SEARCH_LIMIT and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

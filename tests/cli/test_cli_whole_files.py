@@ -66,6 +66,7 @@ def test_a_cut_line_of_a_killed_sweep_does_not_swallow_the_next_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedlora.simulation.sweep.load_config", lambda *_: None)
+    monkeypatch.setattr("fedlora.simulation.sweep.config_hash", lambda _: "the same")
     monkeypatch.setattr("fedlora.simulation.sweep.ledger_file", lambda _: tmp_path / "ledger")
     plan = SweepPlan("run.yaml", seeds=(1, 2))
     first, second = plan_trials(plan)
