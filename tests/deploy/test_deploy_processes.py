@@ -28,6 +28,7 @@ from fedlora.cli.processes import (
 from fedlora.cli.serving import SILENT_SECONDS, ServerRole
 from fedlora.cli.serving_files import ended_with, last_line, read_json
 from fedlora.cli.state import AuditLog, StateFile, read_state
+from fedlora.config.schema import NoPrivacy
 from fedlora.errors import (
     BudgetExceededError,
     CheckpointError,
@@ -250,7 +251,9 @@ def test_two_servers_on_one_state_folder(tmp_path: Path) -> None:
     """A second `fedlora server` on a state folder is refused; the folder is free once the first has ended."""
     plan: Any = SimpleNamespace(
         check=lambda: None, state=tmp_path / "state", run_dir=tmp_path / "runs", stay=False,
-        config=SimpleNamespace(run=SimpleNamespace(name="run")),
+        config=SimpleNamespace(
+            run=SimpleNamespace(name="run"), privacy=NoPrivacy(unit="none"), mechanism=SimpleNamespace(kind="none")
+        ),
     )  # fmt: skip
     first = ServerRole(plan, app_dir=tmp_path, resume=False, new=False)
     with pytest.raises(FolderInUseError, match=r"--state .*in use by process"):
