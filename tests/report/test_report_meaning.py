@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 from fedlora.cli import dock_release, metrics, status, sweep, trainer
 from fedlora.config.trainer import SiteBudgetConfig
@@ -64,7 +63,8 @@ def test_a_written_specification_says_what_its_epsilon_means(tmp_path):
     assert "fedlora budget show" in said
 
 
-def test_what_a_sweep_has_spent_is_rounded_up():
-    assert (
-        sweep._spent([SimpleNamespace(spent=1.00001), SimpleNamespace(spent=None)]) == "epsilon 1.001 so far"
-    )
+def test_what_a_sweep_has_spent_is_rounded_up(monkeypatch):
+    monkeypatch.setattr("fedlora.simulation.clients_ledger.largest_spending", lambda _: 1.00001)
+    assert sweep._spent(None) == "epsilon 1.001 so far"
+    monkeypatch.setattr("fedlora.simulation.clients_ledger.largest_spending", lambda _: None)
+    assert sweep._spent(None) == "nothing so far"
