@@ -38,12 +38,18 @@ MAX_ATTEMPTS = 2
 
 @dataclass
 class Pending:
-    """A message on its way: where it went, with which grants, how often, and the key of its clients' coins."""
+    """A message on its way: where it went, with which grants, how often, and the key of its clients' coins.
+
+    Attributes:
+        attempts: workers that took it up, at most `MAX_ATTEMPTS`.
+        starts: workers that died before they could.
+    """
 
     message: Message
     grants: Sequence[Grant]
     coins_key: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
     attempts: int = 1
+    starts: int = 0
     handle: Any = None
     pushed_at: float = field(default_factory=time.monotonic)
 

@@ -27,7 +27,11 @@ _LOG = logging.getLogger(__name__)
 START_SECONDS = 600.0
 """Bound of a worker's start (imports and loading the base model)."""
 MAX_STARTS = 3
-"""A node's worker may die so often while it starts before the run ends."""
+"""A node's worker may die so often while it starts; then the run ends, or in a round its message fails by name."""
+CLUSTER_STARTS = 6
+"""The same in a cluster: it takes half a minute to notice that a machine is gone, and starts workers there so long."""
+PAUSE_SECONDS = 1.0
+"""Wait after the first such death in a cluster, twice as long after each further one."""
 
 
 class RayGrid(HostedGrid):
@@ -57,6 +61,8 @@ class RayGrid(HostedGrid):
         self._actors: dict[int, Any] = {}
         self._preparing: dict[int, Any] = {}
         self._kernel_kills = kernel_kills()
+        self._in_cluster = crew.config.address is not None
+        self._most_starts = CLUSTER_STARTS if self._in_cluster else MAX_STARTS
         for spec in specs:
             self._start(spec)
 
@@ -77,13 +83,12 @@ class RayGrid(HostedGrid):
                 readiness.append(ready)
                 continue
             deaths[node_id] = deaths.get(node_id, 0) + 1
-            if deaths[node_id] >= MAX_STARTS:
+            if deaths[node_id] >= self._most_starts:
                 raise SimulationError(
-                    f"node {node_id}: its worker died while starting, {MAX_STARTS} times in a row; memory may be "
+                    f"node {node_id}: its worker died while starting, {deaths[node_id]} times in a row; memory may be "
                     "short: lower simulation.workers, or give the machine more"
                 )
-            _LOG.warning("node %s: its worker died while starting; another one is started", node_id)
-            self._replace(node_id)
+            self._start_again(node_id, deaths[node_id])
         event = Event.from_json(agree_on_event(readiness))
         if self._spending.event is not None and self._spending.event.key() != event.key():
             raise SimulationError(
@@ -173,7 +178,7 @@ class RayGrid(HostedGrid):
         if "memory" not in str(error).lower():
             return False
         before, self._kernel_kills = self._kernel_kills, kernel_kills()
-        if self._crew.config.address is not None or before is None or self._kernel_kills is None:
+        if self._in_cluster or before is None or self._kernel_kills is None:
             return True
         return self._kernel_kills > before
 
@@ -188,7 +193,30 @@ class RayGrid(HostedGrid):
             self.halved[node_id],
         )
 
+    def _start_again(self, node_id: int, deaths: int) -> None:
+        _LOG.warning("node %s: its worker died while starting; another one is started", node_id)
+        if self._in_cluster:
+            time.sleep(PAUSE_SECONDS * 2 ** (deaths - 1))
+        self._replace(node_id)
+
+    def _died_starting(self, node_id: int) -> bool:
+        """Return whether a node's worker died before it was ready, so that no message can be the reason."""
+        import ray
+
+        if node_id not in self._preparing:
+            return False
+        try:
+            ray.get(self._preparing[node_id], timeout=0)
+        except ray.exceptions.RayError:  # it has not come, or died
+            return True
+        return False
+
     def _after_death(self, key: str, pending: Pending, node_id: int) -> Message | None:
+        if self._died_starting(node_id) and pending.starts + 1 < self._most_starts:
+            pending.starts += 1
+            self._start_again(node_id, pending.starts)
+            self._submit(pending)
+            return None
         self._replace(node_id)
         if pending.attempts < MAX_ATTEMPTS:
             _LOG.warning("node %s: its worker died; replaced, its message is sent once more", node_id)
@@ -211,7 +239,7 @@ class RayGrid(HostedGrid):
 
     def memory_per_worker(self) -> int | None:
         """Return the share of the smallest machine of a cluster that was there before; None for our own Ray."""
-        if self._crew.config.address is None:
+        if not self._in_cluster:
             return None
         ray: Any = importlib.import_module("ray")
         threads = max(spec.threads for spec in self._specs.values())
