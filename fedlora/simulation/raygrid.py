@@ -200,10 +200,13 @@ class RayGrid(HostedGrid):
         self._replace(node_id)
 
     def _died_starting(self, node_id: int) -> bool:
-        """Return whether a node's worker died before it was ready, so that no message can be the reason."""
+        """Return whether a node's worker in a cluster died before it was ready: its machine may be the reason.
+
+        On one machine it may as well be memory, and a message is not tried any longer than usual.
+        """
         import ray
 
-        if node_id not in self._preparing:
+        if not self._in_cluster or node_id not in self._preparing:
             return False
         try:
             ray.get(self._preparing[node_id], timeout=0)
