@@ -61,10 +61,16 @@ class RayGrid(HostedGrid):
         self._actors: dict[int, Any] = {}
         self._preparing: dict[int, Any] = {}
         self._kernel_kills = kernel_kills()
-        self._in_cluster = crew.config.address is not None
-        self._most_starts = CLUSTER_STARTS if self._in_cluster else MAX_STARTS
         for spec in specs:
             self._start(spec)
+
+    @property
+    def _in_cluster(self) -> bool:
+        return self._crew.config.address is not None
+
+    @property
+    def _most_starts(self) -> int:
+        return CLUSTER_STARTS if self._in_cluster else MAX_STARTS
 
     def _start(self, spec: NodeSpec) -> None:
         self._actors[spec.node_id] = actor = self._crew.take()

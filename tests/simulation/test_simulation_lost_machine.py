@@ -10,7 +10,7 @@ import ray
 
 from fedlora.simulation import raygrid
 from fedlora.simulation.grid import Pending
-from fedlora.simulation.raygrid import CLUSTER_STARTS, MAX_STARTS, RayGrid
+from fedlora.simulation.raygrid import RayGrid
 
 
 class Deaths(RayGrid):
@@ -18,8 +18,7 @@ class Deaths(RayGrid):
 
     def __init__(self, address: str | None) -> None:
         self._preparing = {7: "preparation"}
-        self._in_cluster = address is not None
-        self._most_starts = CLUSTER_STARTS if self._in_cluster else MAX_STARTS
+        self._crew: Any = SimpleNamespace(config=SimpleNamespace(address=address))
         self._pending = {}
         self.submitted = 0
 
