@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from chosen_gradients import Chosen, ChosenTask, Layer
 from engine_zoo import FINGERPRINT, config
-from torch import nn
 
 from fedlora.adapters import inject
 from fedlora.geometry import Frames, complement
@@ -17,34 +17,6 @@ from fedlora.mechanisms.prism_state import take_tangent
 from fedlora.training.cohort_passes import PassRunner
 
 OUT, IN, RANK, TOKENS, BOUND = 20, 24, 4, 6, 0.5
-
-
-class Layer(nn.Module):
-    """One matrix, whose input and output gradient a record chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(IN, OUT, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q(x)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    x: torch.Tensor
-    g: torch.Tensor
-
-    def __len__(self) -> int:
-        return TOKENS
-
-
-class ChosenTask:
-    def collate(self, records: list[Chosen]) -> dict[str, torch.Tensor]:
-        return {"x": torch.stack([r.x for r in records]), "g": torch.stack([r.g for r in records])}
-
-    def per_record_loss(self, model, batch) -> torch.Tensor:
-        return (model(batch["x"]) * batch["g"]).flatten(1).float().sum(1)
 
 
 def cancelling(frames: Frames, common: float, dtype: torch.dtype, seed: int) -> Chosen:
@@ -64,7 +36,7 @@ def opened(dtype: torch.dtype, clients: int) -> tuple[PassRunner, Mechanism, Loc
     name = str(dtype).removeprefix("torch.")
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": name})})
     torch.manual_seed(3)
-    adapted = inject(Layer().to(dtype), settings.adapter, seed=7, fingerprint=FINGERPRINT)
+    adapted = inject(Layer(IN, OUT).to(dtype), settings.adapter, seed=7, fingerprint=FINGERPRINT)
     mechanism = build_mechanism(settings, adapted.layout)
     payload = mechanism.initial_payload(adapted)
     core = np.random.default_rng(1).standard_normal((RANK, RANK)).astype(np.float32)

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from chosen_gradients import Chosen, ChosenTask, Layer
 from engine_zoo import FINGERPRINT, config
-from torch import nn
 
 from fedlora.adapters import inject
 from fedlora.mechanisms.base import LocalState, Mechanism, build_mechanism
 from fedlora.training.cohort_passes import PassRunner
 
 OUT, IN, RANK, TOKENS, BOUND = 20, 96, 4, 2, 0.5
-
-
-class Layer(nn.Module):
-    """One matrix, whose input and output gradient a record chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(IN, OUT, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q(x)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    x: torch.Tensor
-    g: torch.Tensor
-
-    def __len__(self) -> int:
-        return TOKENS
-
-
-@dataclass(frozen=True)
-class ChosenTask:
-    autocast: bool = False
-
-    def collate(self, records: list[Chosen]) -> dict[str, torch.Tensor]:
-        return {"x": torch.stack([r.x for r in records]), "g": torch.stack([r.g for r in records])}
-
-    def per_record_loss(self, model, batch) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            return (model(batch["x"]) * batch["g"]).flatten(1).float().sum(1)
-
-
 _PLAIN = ChosenTask()
 
 
@@ -73,7 +37,7 @@ def opened(
     name = str(dtype).removeprefix("torch.")
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": name})})
     torch.manual_seed(3)
-    adapted = inject(Layer().to(dtype), settings.adapter, seed=7, fingerprint=FINGERPRINT)
+    adapted = inject(Layer(IN, OUT).to(dtype), settings.adapter, seed=7, fingerprint=FINGERPRINT)
     mechanism = build_mechanism(settings, adapted.layout)
     state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), clients)
     return PassRunner(adapted, task), mechanism, mechanism.stages.prepare(mechanism, state)
