@@ -17,7 +17,6 @@ from fedlora.training.port import error_record, where_it_failed
 from fedlora.training.replies import Replies, release_digest
 from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.training.session import Workbench
-from fedlora.wire.payload import AdapterPayload
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ def stamped(
 
 
 def refused(
-    client: str, refusal: Refusal, replies: Replies, current: AdapterPayload, *, may_repeat: bool
+    client: str, refusal: Refusal, replies: Replies, request: RoundRequest, *, may_repeat: bool
 ) -> ClientReply:
     """Return the refusal, or the kept reply of a repeated round.
 
@@ -101,12 +100,12 @@ def refused(
         client: logical client id.
         refusal: the ledger's.
         replies: kept replies.
-        current: the global adapter that the round is asked for with.
+        request: what the round is asked for with.
         may_repeat: False where a repeated reply would draw a second share of noise.
     """
     error = refusal.error
     if refusal.reason == "duplicate-round":
-        kept = replies.find(refusal, current) if may_repeat else None
+        kept = replies.find(refusal, request) if may_repeat else None
         if kept is not None:
             return kept
         error = error if isinstance(error, DuplicateRoundError) else DuplicateRoundError(str(error))

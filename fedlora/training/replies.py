@@ -15,17 +15,16 @@ from typing import Protocol
 from fedlora.ledger import Ledger
 from fedlora.ledger.types import Refusal, Reservation
 from fedlora.training.port import decode_packet, encode_packet, pack_reply, unpack_reply
-from fedlora.training.requests import ClientReply, RoundReply
+from fedlora.training.requests import ClientReply, RoundReply, RoundRequest
 from fedlora.wire.fingerprint import payload_fingerprint
-from fedlora.wire.payload import AdapterPayload
 
 _HEADER = b"fedlora reply at "
 
 
-def place_of(reply: ClientReply, current: AdapterPayload) -> str:
+def place_of(reply: ClientReply, request: RoundRequest) -> str:
     """Return the fingerprint of the only global adapter at which an update has a meaning; "" where any will do."""
     free = reply.payload is None or reply.payload.kind == "lora_b"
-    return "" if free else payload_fingerprint(current)
+    return "" if free else request.adapter
 
 
 def release_digest(reply: ClientReply) -> str:
@@ -38,24 +37,24 @@ def release_digest(reply: ClientReply) -> str:
 class Replies(Protocol):
     """Keeps each client's last reply until the next round's is kept."""
 
-    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
-        """Keep a reply made at a global adapter (durably, where the keeper is durable); return the digest to commit."""
+    def keep(self, reservation: Reservation, reply: ClientReply, request: RoundRequest) -> str:
+        """Keep a reply to a request (durably, where the keeper is durable); return the digest to commit."""
 
-    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
-        """Return the kept reply of a refused duplicate round, if it was committed and means something at `current`."""
+    def find(self, refusal: Refusal, request: RoundRequest) -> ClientReply | None:
+        """Return the kept reply of a refused duplicate round, if it was committed and fits the request's adapter."""
 
 
 class NoReplies:
     """Keeps nothing: a repeated round is refused (simulations)."""
 
-    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply, request: RoundRequest) -> str:
         """Return the digest only."""
-        del reservation, current
+        del reservation, request
         return release_digest(reply)
 
-    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
+    def find(self, refusal: Refusal, request: RoundRequest) -> ClientReply | None:
         """Return None."""
-        del refusal, current
+        del refusal, request
         return None
 
 
@@ -66,19 +65,19 @@ class MemoryReplies:
         """Start empty."""
         self._last: dict[str, tuple[str, int, str, str, ClientReply]] = {}
 
-    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply, request: RoundRequest) -> str:
         """Keep a reply and return its digest."""
-        digest, place = release_digest(reply), place_of(reply, current)
+        digest, place = release_digest(reply), place_of(reply, request)
         self._last[reply.client] = (reservation.run_id, reservation.server_round, digest, place, reply)
         return digest
 
-    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
-        """Return the kept reply of this round, if the committed digest agrees and it was made at `current`."""
+    def find(self, refusal: Refusal, request: RoundRequest) -> ClientReply | None:
+        """Return the kept reply of this round, if the committed digest agrees and it fits the request's adapter."""
         kept = self._last.get(refusal.account.client)
         if kept is None or kept[:2] != (refusal.run_id, refusal.server_round):
             return None
         *_, digest, place, reply = kept
-        return reply if refusal.reply_digest == digest and place == place_of(reply, current) else None
+        return reply if refusal.reply_digest == digest and place == place_of(reply, request) else None
 
 
 class LedgerReplies:
@@ -88,18 +87,18 @@ class LedgerReplies:
         """Use the ledger's own folder of replies."""
         self._ledger = ledger
 
-    def keep(self, reservation: Reservation, reply: ClientReply, current: AdapterPayload) -> str:
+    def keep(self, reservation: Reservation, reply: ClientReply, request: RoundRequest) -> str:
         """Store the reply's bytes, behind the adapter that they were made at, and return their sha256."""
         bare = replace(reply, epsilon=None, ledger_head=None, receipt=None, ledger_receipts=None)
         whole = RoundReply(reservation.run_id, reservation.server_round, (bare,))
-        header = _HEADER + place_of(reply, current).encode() + b"\n"
+        header = _HEADER + place_of(reply, request).encode() + b"\n"
         return self._ledger.store_reply(reservation, header + encode_packet(pack_reply(whole)))
 
-    def find(self, refusal: Refusal, current: AdapterPayload) -> ClientReply | None:
+    def find(self, refusal: Refusal, request: RoundRequest) -> ClientReply | None:
         """Return the committed reply of this round, or None if it is not kept or was made at another adapter."""
         data = self._ledger.load_reply(refusal.account, refusal.run_id, refusal.server_round)
         if data is None or not data.startswith(_HEADER):  # an earlier version did not say where it was made
             return None
         header, _, packet = data.partition(b"\n")
         reply = unpack_reply(decode_packet(packet)).replies[0]
-        return reply if header == _HEADER + place_of(reply, current).encode() else None
+        return reply if header == _HEADER + place_of(reply, request).encode() else None

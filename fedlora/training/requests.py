@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
+from fedlora.wire.fingerprint import payload_fingerprint
 from fedlora.wire.payload import AdapterPayload
 
 
@@ -40,6 +42,11 @@ class RoundRequest:
     reduce: bool = False
     withhold: bool = False
     known: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def adapter(self) -> str:
+        """Fingerprint of the global adapter; its numbers are hashed once for all clients of a node."""
+        return payload_fingerprint(self.payload)
 
 
 @dataclass(frozen=True)

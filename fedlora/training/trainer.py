@@ -256,7 +256,7 @@ class Trainer:
             answer = granted[client]
             if isinstance(answer, Refusal):
                 again = not request.withhold
-                answers[client] = refused(client, answer, self._replies, request.payload, may_repeat=again)
+                answers[client] = refused(client, answer, self._replies, request, may_repeat=again)
             else:
                 answers[client] = self._read(session, client, answer, request.steps)
         return answers
@@ -353,7 +353,7 @@ class Trainer:
             if keeps_slots(session.bench.mechanism) and result is not None:
                 self._slots.save(client, request.server_round, result.slots)
             if answer.reservation is not None:
-                digest = self._replies.keep(answer.reservation, reply, request.payload)
+                digest = self._replies.keep(answer.reservation, reply, request)
                 commits.append(CommitRequest(answer.reservation, reply.steps, session.bench.event, digest))
         if commits:
             self._keeper.commit(commits)
