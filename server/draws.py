@@ -19,7 +19,7 @@ from fedlora.config.schema import ClientPrivacy, FedLoraConfig
 from fedlora.training.checked import SelfCheck, require_passed
 from fedlora.training.drawcheck import CHANCE, Table, faults_of, table_sizes
 from fedlora.training.releasecheck import same_seeds
-from server.noise import is_seeded, sampling_coins
+from server.noise import sampling_coins
 from strategies.fedlora_strategy import FedLoraStrategy
 from strategies.sampling import ClientSampler
 
@@ -64,7 +64,7 @@ def check_client_draws(
     rate = claimed_rate(config)
     if rate is None:
         return SelfCheck(_NAME, True, "no amplification by sampling of clients is claimed")
-    if is_seeded(config):
+    if config.seeded_noise:
         return SelfCheck(_NAME, True, "repeatable by configuration: this run has no privacy")
     least = config.federation.min_replies
     sizes = table_sizes(rate, min(_MOST, int(_ASKED / rate)), least)

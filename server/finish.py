@@ -22,7 +22,6 @@ from fedlora.training.starting import starting_warnings
 from fedlora.wire.codec import to_arrays
 from fedlora.wire.payload import AdapterPayload
 from server.folder import RunFolder, write_atomically, write_ledger
-from server.noise import is_seeded
 from server.setup import Server, statement
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def finish(server: Server, status: str, seconds: float) -> RunResult:
     if receipts is not None:
         warnings += receipts.differences()
         server.folder.write_json("ledger-receipts.json", receipts.table())
-    if is_seeded(config):
+    if config.seeded_noise:
         warnings.append("NO PRIVACY: the noise source is seeded for tests")
     warnings += [*starting_warnings(config), *server.trackers.warnings]
     save_payload(server.folder.path / "adapter.flr", server.strategy.payload)

@@ -13,11 +13,6 @@ from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
 from fedlora.training.sampling import CoinSource, OsCoins, SeededCoins
 
 
-def is_seeded(config: FedLoraConfig) -> bool:
-    """Return whether the run uses the test-only sources."""
-    return not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "seeded-test-only"
-
-
 class ServerNoise:
     """Standard normal numbers for the server's release; one stream a round under the test source."""
 
@@ -34,7 +29,7 @@ class ServerNoise:
 
     def start_round(self, server_round: int) -> None:
         """Begin a round's stream."""
-        if is_seeded(self._config):
+        if self._config.seeded_noise:
             self._source = SeededNoise(self._config.run.seed, "server", server_round)
 
     def normal(self, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
@@ -45,6 +40,6 @@ class ServerNoise:
 
 def sampling_coins(config: FedLoraConfig, server_round: int) -> CoinSource:
     """Return the coins of one round's client sampling; the seed only where nothing is amplified by them."""
-    if is_seeded(config) or isinstance(config.privacy, NoPrivacy):
+    if config.seeded_noise or isinstance(config.privacy, NoPrivacy):
         return SeededCoins(config.run.seed, "client-sampling", server_round)
     return OsCoins()

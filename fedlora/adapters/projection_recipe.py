@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from fedlora.adapters.philox_normal import normals
-from fedlora.config.schema import FedLoraConfig, RecordPrivacy
+from fedlora.config.schema import FedLoraConfig
 from fedlora.errors import PrivacyParameterError, RankMismatchError
 from fedlora.wire.payload import AdapterPayload
 
@@ -41,9 +41,7 @@ def projection_recipe(seed: str) -> str:
 
 def seed_of_test_run(config: FedLoraConfig) -> int | None:
     """Return the seed from which a run with the test noise source draws its projections; None for real entropy."""
-    privacy = config.privacy
-    repeatable = isinstance(privacy, RecordPrivacy) and privacy.noise_source == "seeded-test-only"
-    return config.run.seed if repeatable else None
+    return config.run.seed if config.seeded_noise else None
 
 
 def with_projection(payload: AdapterPayload, test_seed: int | None = None) -> AdapterPayload:

@@ -181,7 +181,7 @@ def hold_to_claim(verdict: Verdict, claim: RunClaim) -> Verdict:
 
 def hold_to_noise(verdict: Verdict, config: FedLoraConfig) -> Verdict:
     """Return the verdict, which is no pass where the run's own noise can be repeated: attacks drew other noise."""
-    if isinstance(config.privacy, NoPrivacy) or config.privacy.noise_source == "os":
+    if not config.seeded_noise:
         return verdict
     conditions = {"privacy": "NO PRIVACY: seeded test noise; the attack drew its own", **verdict.conditions}
     word = "weak attack" if verdict.verdict == "passed" else verdict.verdict

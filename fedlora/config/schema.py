@@ -378,3 +378,8 @@ class FedLoraConfig(Section):
     deployment: DeploymentConfig = DeploymentConfig()
     tracking: TrackingConfig = TrackingConfig()
     derived: DerivedConfig | None = None
+
+    @property
+    def seeded_noise(self) -> bool:
+        """Whether noise and coins come from the test source: anybody can repeat them, and the run has no privacy."""
+        return not isinstance(self.privacy, NoPrivacy) and self.privacy.noise_source == "seeded-test-only"

@@ -157,6 +157,10 @@ class Mechanism:
         """Return the adapter before the first round."""
         return self.stages.initial(self, adapted)
 
+    def first_state(self, adapted: AdaptedModel) -> LocalState:
+        """Return one client's state before the first step of the first round."""
+        return self.stages.prepare(self, self.stages.open(self, adapted, self.initial_payload(adapted), 1))
+
     def step_event(self, noise_multiplier: float | None = None) -> Event:
         """Return what one step of one client releases.
 

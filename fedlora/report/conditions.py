@@ -28,13 +28,12 @@ def conditions_of(config: FedLoraConfig) -> dict[str, Any]:
     if isinstance(privacy, NoPrivacy):
         return {"privacy": "none", "mechanism": config.mechanism.kind, "note": NO_PRIVACY}
     record = isinstance(privacy, RecordPrivacy)
-    seeded = privacy.noise_source == "seeded-test-only"
     bound = getattr(config.mechanism, "gradient_bound", None)
     stated: dict[str, Any] = {} if bound is None else {"assumption": UNCLIPPED.format(bound=bound)}
     if privacy.target_delta != privacy.budget.delta:
         stated["target_delta"] = privacy.target_delta
     return {
-        "privacy": "NO PRIVACY: seeded test noise" if seeded else "differential privacy",
+        "privacy": "NO PRIVACY: seeded test noise" if config.seeded_noise else "differential privacy",
         "mechanism": config.mechanism.kind,
         "unit": _unit(config),
         "adjacency": privacy.adjacency,

@@ -149,8 +149,7 @@ def plan_round(
     """
     name = config.data.name if dataset is None else dataset
     terms = budget_terms(config) if budgets is None else None
-    seeded = not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source != "os"
-    common: tuple[str, ...] = ("noise source seeded for tests: NO PRIVACY",) if seeded else ()
+    common: tuple[str, ...] = ("noise source seeded for tests: NO PRIVACY",) if config.seeded_noise else ()
     if isinstance(config.privacy, RecordPrivacy) and config.privacy.group_by is not None:
         common += (f"at most {config.privacy.max_records_per_group} records of each person are used",)
     requests = []

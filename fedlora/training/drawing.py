@@ -65,7 +65,7 @@ def dropout_masks(
 
     Masks hang on which clients train together. No bound hangs on them: each record's gradient is clipped.
     """
-    if not adapted.dropout or not (_seeded(config) or isinstance(config.privacy, NoPrivacy)):
+    if not adapted.dropout or not (config.seeded_noise or isinstance(config.privacy, NoPrivacy)):
         yield
         return
     name = hashlib.sha256(f"masks|{config.run.seed}|{server_round}|{'|'.join(clients)}".encode()).digest()
@@ -74,13 +74,9 @@ def dropout_masks(
         yield
 
 
-def _seeded(config: FedLoraConfig) -> bool:
-    return not isinstance(config.privacy, NoPrivacy) and config.privacy.noise_source == "seeded-test-only"
-
-
 def noise_source(config: FedLoraConfig, client: str, server_round: int) -> NoiseSource:
     """Return a client's noise source: the operating system's, or a repeatable one in runs marked "no privacy"."""
-    if _seeded(config):
+    if config.seeded_noise:
         return SeededNoise(config.run.seed, client, server_round)
     return OsNoise()
 
@@ -105,6 +101,6 @@ def coin_source(
     config: FedLoraConfig, client: str, server_round: int, coins: Coins | None = None
 ) -> CoinSource:
     """Return a client's coins; the experiment seed may order the data without privacy only."""
-    if _seeded(config) or isinstance(config.privacy, NoPrivacy):
+    if config.seeded_noise or isinstance(config.privacy, NoPrivacy):
         return SeededCoins(config.run.seed, client, server_round)
     return OsCoins() if coins is None else coins(client, server_round)

@@ -99,8 +99,7 @@ def group_norms(mechanism: Mechanism, parts: Parts) -> dict[str, float]:
     """
     records = public_records(parts.task)
     adapted = parts.adapted
-    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
-    state = mechanism.stages.prepare(mechanism, state)
+    state = mechanism.first_state(adapted)
     low = state.values.like(state.values.flat.to(adapted.compute_dtype, copy=True))
     sums: dict[str, float] = {}
     for first in (None, *range(0, len(records), 16)):

@@ -53,8 +53,7 @@ _SAME: Final = 2e-5
 def check_law(bench: Workbench) -> SelfCheck:
     """Check that what clients' noise sources hand out are independent standard Gaussians of full precision."""
     name = "noise is Gaussian"
-    privacy = bench.config.privacy
-    if isinstance(privacy, NoPrivacy) or privacy.noise_source != "os":
+    if isinstance(bench.config.privacy, NoPrivacy) or bench.config.seeded_noise:
         return SelfCheck(name, True, "repeatable by configuration: this run has no privacy")
     found = []
     for client in _CLIENTS:
@@ -119,9 +118,8 @@ def check_added(bench: Workbench) -> SelfCheck:
     name = "noise is added as it is"
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
-    mechanism, adapted = bench.mechanism, bench.adapted
-    opened = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
-    state = mechanism.stages.prepare(mechanism, opened)
+    mechanism = bench.mechanism
+    state = mechanism.first_state(bench.adapted)
 
     def released(size: float, factor: float) -> torch.Tensor:
         sources: list[NoiseSource] = [FixedNoise(factor)]

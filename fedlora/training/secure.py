@@ -23,7 +23,7 @@ from fedlora.aggregation.secagg_blocks import encoding_for, share_limit, update_
 from fedlora.aggregation.secagg_client import SecAggPlan, Verify
 from fedlora.aggregation.secagg_field import FixedPoint
 from fedlora.aggregation.secagg_round import REFUSED, Body, SecAggNode
-from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy
+from fedlora.config.schema import ClientPrivacy, FedLoraConfig
 from fedlora.errors import InconsistentRepliesError, PolicyRefusedError, StaleRoundError, WireError
 from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
 from fedlora.names import WIRE_SCHEMA
@@ -117,8 +117,7 @@ class _Normals:
 
 def client_normals(config: FedLoraConfig, client: str, server_round: int) -> NormalSource:
     """Return a client's own noise: the operating system's unless the run is marked as a test."""
-    privacy = config.privacy
-    if not isinstance(privacy, NoPrivacy) and privacy.noise_source != "os":
+    if config.seeded_noise:
         return _Normals(SeededNoise(config.run.seed, f"share|{client}", server_round))
     return _Normals(OsNoise())
 

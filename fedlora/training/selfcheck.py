@@ -127,9 +127,7 @@ def check_clip(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
         return SelfCheck("clip is active", True, "no record-level privacy configured")
     if not getattr(bench.config.mechanism, "clipping", True):
         return SelfCheck("clip is active", True, "a stated bound replaces clipping; it cannot be checked")
-    mechanism, adapted = bench.mechanism, bench.adapted
-    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
-    state = mechanism.stages.prepare(mechanism, state)  # one projection for all: their sums are compared
+    state = bench.mechanism.first_state(bench.adapted)  # one projection for all: their sums are compared
     whole, worst, apart, least = _largest_move(bench, state, records)
     parts = len(set(whole.metric.group_of.values())) if whole.metric.per_layer else 1
     bound, louder = privacy.max_grad_norm, 1.0
@@ -184,9 +182,7 @@ def check_passes(bench: Workbench, records: Sequence[Encoded]) -> SelfCheck:
     name = "passes add up to one sum"
     if not isinstance(bench.config.privacy, RecordPrivacy):
         return SelfCheck(name, True, "no record-level privacy configured")
-    mechanism, adapted = bench.mechanism, bench.adapted
-    state = mechanism.stages.open(mechanism, adapted, mechanism.initial_payload(adapted), 1)
-    state = mechanism.stages.prepare(mechanism, state)
+    state = bench.mechanism.first_state(bench.adapted)
     whole, cut = (_clipped(bench, state, records, most) for most in (None, _PAIR))
     nothing = replace(whole, blocks=whole.blocks.like(torch.zeros_like(whole.blocks.flat)))
     gap, length = _distance(state, whole, cut), _distance(state, whole, nothing)
@@ -229,7 +225,7 @@ def check_sources(config: FedLoraConfig) -> SelfCheck:
 
     A run that is configured with the seeded test source passes: it is marked "no privacy" everywhere.
     """
-    if isinstance(config.privacy, NoPrivacy) or config.privacy.noise_source != "os":
+    if isinstance(config.privacy, NoPrivacy) or config.seeded_noise:
         return SelfCheck("noise is unseeded", True, "repeatable by configuration: this run has no privacy")
     coins = [coin_source(config, _CLIENT, 1).words(64) for _ in range(2)]
     fresh = coin_source(config, _CLIENT, 1).private and not np.array_equal(coins[0], coins[1])
@@ -260,14 +256,12 @@ def check_empty_draws(bench: Workbench) -> SelfCheck:
 
 def _noised_blocks(bench: Workbench, update: ClientUpdate) -> list[str]:
     """Return the blocks that must differ: a test run's seeded projection, sent as lora_A, is the same each time."""
-    seeded = getattr(bench.config.privacy, "noise_source", "os") != "os"
-    same = seeded and bench.mechanism.coordinates.kind == "projected"
+    same = bench.config.seeded_noise and bench.mechanism.coordinates.kind == "projected"
     return [name for name in update.payload.blocks if not (same and split_block_name(name)[-1] == LORA_A)]
 
 
 def _train_on_nothing(bench: Workbench, turn: int) -> ClientUpdate:
-    seeded = getattr(bench.config.privacy, "noise_source", "os") != "os"
-    source = noise_source(bench.config, _CLIENT, turn if seeded else 1)
+    source = noise_source(bench.config, _CLIENT, turn if bench.config.seeded_noise else 1)
     engine = CohortEngine(bench.adapted, bench.mechanism, bench.task, bench.config)
     with same_seeds():
         payload = bench.initial_payload()

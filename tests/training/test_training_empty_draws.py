@@ -19,7 +19,7 @@ def check(monkeypatch, bias, steps=1):
         return SimpleNamespace(payload=SimpleNamespace(blocks=blocks), steps=steps)
 
     monkeypatch.setattr(selfcheck, "_train_on_nothing", train)
-    config = SimpleNamespace(privacy=RecordPrivacy.model_construct())
+    config = SimpleNamespace(privacy=RecordPrivacy.model_construct(), seeded_noise=False)
     return selfcheck.check_empty_draws(SimpleNamespace(config=config))
 
 
