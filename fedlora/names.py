@@ -44,6 +44,9 @@ TANGENT_IN: Final = "x_in"
 GROUP_ADAPTERS: Final = "adapters"
 GROUP_HEAD: Final = "head"
 
+LABELLED_TASKS: Final = frozenset({"sequence-classification", "token-classification", "image-classification"})
+"""Tasks whose head has one output per label, and is trained unless `adapter.freeze_head` says otherwise."""
+
 ENV_NUM_THREADS: Final = "OMP_NUM_THREADS"
 ENV_TRAINER_SOCKET: Final = "FEDLORA_TRAINER_SOCKET"
 ENV_TRAINER_TOKEN: Final = "FEDLORA_TRAINER_TOKEN_FILE"  # noqa: S105 (the name of a variable)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fedlora.adapters.export_facts import BaseFacts, shareable
-from fedlora.adapters.models import AUTO_CLASSES, LABELLED_TASKS
+from fedlora.adapters.models import AUTO_CLASSES
 from fedlora.adapters.offline import PACKAGED_MODELS
 from fedlora.config.client_terms import client_terms
 from fedlora.config.schema import ClientPrivacy, FedLoraConfig, NoPrivacy, RecordPrivacy
 from fedlora.figures import at_least_digits
+from fedlora.names import LABELLED_TASKS
 
 if TYPE_CHECKING:
     from fedlora.adapters.export import RunFacts

@@ -16,6 +16,7 @@ from torch import nn
 
 from fedlora.adapters.adapted import ADAPTER, AdaptedModel
 from fedlora.adapters.heads import find_head, parameter_leaves, refuse_coupling, refuse_tied, resolve_head
+from fedlora.adapters.quantized import refuse_packed
 from fedlora.adapters.recipe import ARecipe
 from fedlora.adapters.sizes import is_one_of, refuse_sizes
 from fedlora.adapters.spectral import RemovedPart, residual_fingerprint, split_base
@@ -65,6 +66,7 @@ def inject(
         key: leaf for name, part in chosen.items() for key, leaf in parameter_leaves(name, part).items()
     }
     refuse_tied(base_model, leaves)
+    refuse_packed(base_model, head, "adapter.modules_to_save")
     if adapt == "full":
         return _full(base_model, config, leaves, seed, fingerprint)
     return _lora(base_model, config, head, seed, fingerprint)
@@ -216,6 +218,7 @@ def _full(
     _refuse_unmatched(config, list(targets))
     trained = targets | leaves
     refuse_tied(model, trained)
+    refuse_packed(model, targets, "adapter.target_modules")
     taps = Taps()
     for name, leaf in trained.items():
         tap_extra(taps, name, leaf)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,15 @@ from typing import Any, Final
 import torch
 
 from fedlora.adapters.offline import ModelLocation, locate_model
+from fedlora.adapters.quantized import (
+    check_quantization,
+    quantization_arguments,
+    refuse_stored_quantization,
+    without_outliers,
+)
 from fedlora.config.schema import ModelConfig
 from fedlora.errors import ModelError
+from fedlora.names import LABELLED_TASKS
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,9 +33,6 @@ AUTO_CLASSES: Final = {
     "image-classification": "AutoModelForImageClassification",
 }
 """transformers' class for each task."""
-
-LABELLED_TASKS: Final = frozenset({"sequence-classification", "token-classification", "image-classification"})
-"""Tasks whose head has one output per label."""
 
 _DTYPES: Final = {
     "float32": torch.float32,
@@ -79,12 +82,14 @@ def load_base(config: ModelConfig, num_labels: int | None = None) -> LoadedBase:
     """
     labels = _resolve_labels(config, num_labels)
     device = pick_device(config.device)
-    _check_quantization(config, device)
+    check_quantization(config, device)
     location = locate_model(config.name_or_path, config.revision)
     tokenizer = _load_processor(config, location)
     model, missing = _load_model(config, location, labels)
     if config.quantization is None:
         model.to(device)
+    else:
+        without_outliers(model)
     model.requires_grad_(False)
     model.eval()
     fingerprint = fingerprint_weights(model, skip=missing)
@@ -155,11 +160,18 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, persistent buffers, and the scales that quantised layers add to their saved state."""
     yield from model.named_parameters()
-    kept = set(model.state_dict(keep_vars=True))
+    kept = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in kept:
             yield name, buffer
+    owned = {
+        id(one) for one in (*model.parameters(), *model.buffers())
+    }  # tied weights are saved under each name
+    for name, value in kept.items():
+        if isinstance(value, torch.Tensor) and id(value) not in owned:
+            yield name, value
 
 
 @contextlib.contextmanager
@@ -190,20 +202,6 @@ def _resolve_labels(config: ModelConfig, num_labels: int | None) -> int | None:
     if config.num_labels is not None and wanted > config.num_labels:
         raise ModelError(f"model.num_labels is {config.num_labels}, but the data has {wanted} labels")
     return config.num_labels if config.num_labels is not None else wanted
-
-
-def _check_quantization(config: ModelConfig, device: torch.device) -> None:
-    if config.quantization is None:
-        return
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(
-            f"model.quantization {config.quantization!r} needs the package 'bitsandbytes'; "
-            "run: pip install bitsandbytes, or set model.quantization: null"
-        )
-    if device.type != "cuda":
-        raise ModelError(
-            f"model.quantization {config.quantization!r} needs a GPU; set model.quantization: null for CPU"
-        )
 
 
 def _check_fingerprint(config: ModelConfig, found: str) -> None:
@@ -247,11 +245,17 @@ def _load_model(
     }
     if labels is not None:
         arguments |= {"num_labels": labels, "ignore_mismatched_sizes": True}
-    if config.quantization is not None:
-        arguments |= {"quantization_config": _quantization(config), "device_map": {"": 0}}
     auto = getattr(transformers, AUTO_CLASSES[config.task])
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            stored = transformers.AutoConfig.from_pretrained(
+                location.target, trust_remote_code=config.trust_remote_code
+            )
+            refuse_stored_quantization(config, stored)
+            if config.quantization is not None:
+                with torch.device("meta"):
+                    skeleton = auto.from_config(stored, trust_remote_code=config.trust_remote_code)
+                arguments |= quantization_arguments(config, _DTYPES[config.dtype], skeleton)
             torch.default_generator.manual_seed(0)
             model, info = auto.from_pretrained(location.target, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError) as fault:
@@ -261,15 +265,6 @@ def _load_model(
         ) from fault
     mismatched = [entry[0] for entry in info.get("mismatched_keys", ())]
     return model, tuple(sorted({*info.get("missing_keys", ()), *mismatched}))
-
-
-def _quantization(config: ModelConfig) -> Any:
-    import transformers
-
-    bits: Any = transformers.BitsAndBytesConfig
-    if config.quantization == "8bit":
-        return bits(load_in_8bit=True)
-    return bits(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=_DTYPES[config.dtype])
 
 
 def _align_tokenizer(model: Any, processor: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fedlora.config.problems import Problem
+from fedlora.names import LABELLED_TASKS
 
 
 class View:
@@ -49,6 +50,13 @@ class View:
     def mechanism(self) -> str:
         """Return the mechanism's kind."""
         return str(self("mechanism.kind", ""))
+
+    @property
+    def trains_head(self) -> bool:
+        """Return whether modules outside the adapters are trained: those named, or a classifier's head."""
+        if self("adapter.freeze_head") is True:
+            return False
+        return bool(self("adapter.modules_to_save", [])) or self("model.task") in LABELLED_TASKS
 
     @property
     def aggregation(self) -> str:

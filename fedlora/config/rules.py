@@ -15,6 +15,7 @@ from fedlora.config.schema import FedLoraConfig
 
 PRIVATE_UNITS = ("record", "client")
 LINEAR_AGGREGATIONS = ("mean_b", "tangent")
+_NO_HEAD = "no head is trained: adapter.modules_to_save is empty"
 
 
 def noise_choice(v: View) -> Iterator[Problem]:
@@ -88,14 +89,15 @@ def noisy_projection_head(v: View) -> Iterator[Problem]:
     """A head that is not projected has its own clip and its own noise, or there is no amplification."""
     if v.mechanism != "noisy_projection":
         return
-    saved = bool(v("adapter.modules_to_save", []))
     for key in ("head_max_grad_norm", "head_noise_multiplier"):
         given = v(f"mechanism.{key}") is not None
-        if saved and not given:
-            text = "missing; modules_to_save are not projected and need their own clip and noise "
-            yield Problem(f"mechanism.{key}", text + "(or set adapter.modules_to_save to [])")
-        if given and not saved:
-            yield Problem(f"mechanism.{key}", "there is no head: adapter.modules_to_save is empty; remove it")
+        if v.trains_head and not given:
+            text = "missing; a head (modules_to_save) is not projected and needs its own clip and noise "
+            yield Problem(
+                f"mechanism.{key}", text + "(or set adapter.freeze_head to true and modules_to_save to [])"
+            )
+        if given and not v.trains_head:
+            yield Problem(f"mechanism.{key}", f"{_NO_HEAD}; remove it")
 
 
 def noisy_projection_steps(v: View) -> Iterator[Problem]:
@@ -118,9 +120,8 @@ def noisy_projection_steps(v: View) -> Iterator[Problem]:
 def group_rules(v: View) -> Iterator[Problem]:
     """Weights and bounds per group must refer to groups that exist."""
     weights = v("privacy.group_weights")
-    saved = bool(v("adapter.modules_to_save", []))
-    if isinstance(weights, Mapping) and "head" in weights and not saved:
-        yield Problem("privacy.group_weights", "names a head, but adapter.modules_to_save is empty")
+    if isinstance(weights, Mapping) and "head" in weights and not v.trains_head:
+        yield Problem("privacy.group_weights", f"names a head, but {_NO_HEAD}")
     if isinstance(weights, Mapping) and v("mechanism.per_layer_clip") is True:
         text = "has no meaning with mechanism.per_layer_clip; use equal or turn per_layer_clip off"
         yield Problem("privacy.group_weights", text)

@@ -205,9 +205,12 @@ def _unknown_key(model: type[BaseModel], path: Path, container: Mapping[str, Any
     if near:
         return f"unknown key; did you mean {dotted((*path[:-1], near[0]))}?"
     elsewhere = [key for key in all_keys(model) if key[-1] == path[-1]]
+    allowed = f"allowed here: {', '.join(sorted(fields))}"
+    if path in elsewhere:
+        return f"another kind of this section has this key, the chosen one has not; {allowed}; remove it"
     if elsewhere:
         return f"unknown key here; did you mean {dotted(elsewhere[0])}?"
-    return f"unknown key; allowed here: {', '.join(sorted(fields))}" if fields else "unknown key"
+    return f"unknown key; {allowed}" if fields else "unknown key"
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

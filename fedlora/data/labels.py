@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedlora.adapters.models import LABELLED_TASKS
 from fedlora.config.schema import DataConfig, ModelConfig
 from fedlora.data.rows import Rows
 from fedlora.errors import DataError
+from fedlora.names import LABELLED_TASKS
 
 LONGEST_NUMBER: Final = 18
 """Digits of a label that is read as a number; a longer one is a name."""

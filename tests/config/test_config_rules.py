@@ -53,6 +53,7 @@ CLIENT_UNIT = {
     "noise_source": "os",
 }
 PROJECTION = {"kind": "noisy_projection", "projection_source": "shared"}
+FROZEN_HEAD = {"adapter__freeze_head": True, "adapter__modules_to_save": []}
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a member twice": ({"federation__members": ["a", "a"]}, "federation.members", "twice"),
@@ -148,9 +149,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "own clip",
     ),
     "head noise without a head": (
-        {"mechanism": {**PROJECTION, "head_noise_multiplier": 2.0}, "adapter__modules_to_save": []},
+        {"mechanism": {**PROJECTION, "head_noise_multiplier": 2.0}, **FROZEN_HEAD},
         "mechanism.head_noise_multiplier",
         "no head",
+    ),
+    "a head that is found by itself, without its noise": (
+        {"mechanism": {**PROJECTION, "head_max_grad_norm": 1.0}, "adapter__modules_to_save": []},
+        "mechanism.head_noise_multiplier",
+        "freeze_head",
     ),
     "shared projection over two steps": (
         {"mechanism": PROJECTION, "adapter__modules_to_save": [], "training__steps_per_round": 2},
@@ -163,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "proved bound",
     ),
     "weights for a head that is not trained": (
-        {"privacy__group_weights": {"head": 0.1, "adapters": 1.0}, "adapter__modules_to_save": []},
+        {"privacy__group_weights": {"head": 0.1, "adapters": 1.0}, **FROZEN_HEAD},
         "privacy.group_weights",
         "modules_to_save",
     ),
@@ -264,9 +270,17 @@ GOOD: dict[str, dict[str, Any]] = {
         "mechanism": {"kind": "none"},
         "federation__aggregation": {"kind": "product", "weights": "num_examples"},
     },
-    "projection": {"mechanism": PROJECTION, "adapter__modules_to_save": []},
+    "projection": {"mechanism": PROJECTION, **FROZEN_HEAD},
     "projection with head": {
         "mechanism": {**PROJECTION, "head_max_grad_norm": 1.0, "head_noise_multiplier": 4.0},
+    },
+    "projection with a head that is found by itself": {
+        "mechanism": {**PROJECTION, "head_max_grad_norm": 1.0, "head_noise_multiplier": 4.0},
+        "adapter__modules_to_save": [],
+    },
+    "weights for a head that is found by itself": {
+        "privacy__group_weights": {"head": 0.1, "adapters": 1.0},
+        "adapter__modules_to_save": [],
     },
 }
 
@@ -487,3 +501,13 @@ def test_a_sites_file_refuses_what_makes_no_sense(tmp_path: Path, override: str,
     with pytest.raises(ConfigError) as caught:
         load_trainer(file, [override])
     assert any(one.startswith(key) for one in caught.value.problems), caught.value.problems
+
+
+def test_a_key_of_another_kind_is_not_proposed_in_its_own_place() -> None:
+    chosen = {"kind": "prism", "per_layer_clip": True}
+    with pytest.raises(ConfigError) as caught:
+        config_from_container(container(mechanism=chosen, federation__aggregation={"kind": "tangent"}))
+    (said,) = caught.value.problems
+    assert said.startswith("mechanism.per_layer_clip: got True; another kind of this section has this key")
+    assert "adaptivity" in said
+    assert "did you mean" not in said

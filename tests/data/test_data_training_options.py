@@ -40,7 +40,8 @@ def yaml_run(place: Path, where: Path, name: str, *, task: str = TASK, **section
     container["run"] = {"name": name, "seed": 1, "dir": str(where / "runs")}
     container["privacy"] |= {"noise_source": "seeded-test-only"}
     for section, changes in sections.items():
-        container[section] |= changes
+        kept = {} if section == "mechanism" else container[section]  # every kind has its own keys
+        container[section] = kept | changes
     (where / f"{name}.yaml").write_text(yaml.safe_dump(container))
     return simulate(load_config(where / f"{name}.yaml"), in_process=True, ledger=where / f"{name}.sqlite")
 
@@ -148,13 +149,25 @@ def test_half_precision_bases_train_export_and_stay_finite(dtype: str, place: Pa
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_quantised_bases_train(bits: str, place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora_fa", "factor", "prism", "noisy_projection"])
+def test_quantised_bases_train(bits: str, kind: str, place: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes and a GPU")
     if not torch.cuda.is_available():
         pytest.skip("quantised bases need bitsandbytes and a GPU")
     model = {"quantization": bits, "device": "cuda", "dtype": "bfloat16"}
-    result = yaml_run(place, tmp_path, bits, model=model, training={"optimizer": SGD})
-    assert result.status == "finished"
+    sections = {"model": model, "training": {"optimizer": SGD}, "mechanism": {"kind": kind}}
+    if kind == "prism":
+        sections["federation"] = {"aggregation": {"kind": "tangent"}}
+    elif kind != "lora_fa":
+        sections["federation"] = {"aggregation": {"kind": "product"}}
+    if kind == "noisy_projection":
+        sections["mechanism"] |= {
+            "projection_source": "client",
+            "head_max_grad_norm": 1.0,
+            "head_noise_multiplier": 2.0,
+        }
+    result = yaml_run(place, tmp_path, bits, **sections)
+    assert result.status == "finished", result.warnings
     assert all(np.isfinite(values).all() for values in adapter(result).values())
 
 

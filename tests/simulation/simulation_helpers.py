@@ -13,8 +13,15 @@ from fedlora.config.schema import FedLoraConfig
 WORDS = ["red", "blue", "green", "fast", "slow", "big", "small", "up", "down", "left", "right", "old", "new"]
 
 
-def write_model(folder: Path) -> Path:
-    """Write a random two-layer BERT with a word-level tokenizer; the same weights each time."""
+def write_model(
+    folder: Path,
+    hidden: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    intermediate: int = 32,
+    positions: int = 32,
+) -> Path:
+    """Write a random BERT, of two layers unless asked, with a word-level tokenizer; the same weights each time."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -31,24 +38,24 @@ def write_model(folder: Path) -> Path:
         torch.manual_seed(0)
         config = BertConfig(
             vocab_size=len(vocabulary),
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=32,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=intermediate,
+            max_position_embeddings=positions,
         )
         BertModel(config).save_pretrained(folder)
     return folder
 
 
-def write_rows(path: Path, count: int, seed: int = 0) -> Path:
+def write_rows(path: Path, count: int, seed: int = 0, words: tuple[int, int] = (3, 8)) -> Path:
     """Write rows whose label is told by the first word."""
     draw = random.Random(seed)
     lines = []
     for _ in range(count):
-        words = [draw.choice(WORDS) for _ in range(draw.randint(3, 8))]
-        label = "warm" if words[0] in WORDS[:6] else "cold"
-        lines.append(json.dumps({"text": " ".join(words), "label": label, "user": f"u{draw.randint(0, 9)}"}))
+        text = [draw.choice(WORDS) for _ in range(draw.randint(*words))]
+        label = "warm" if text[0] in WORDS[:6] else "cold"
+        lines.append(json.dumps({"text": " ".join(text), "label": label, "user": f"u{draw.randint(0, 9)}"}))
     path.write_text("\n".join(lines) + "\n")
     return path
 
