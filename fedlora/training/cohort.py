@@ -248,16 +248,19 @@ def _draw(jobs: Sequence[ClientJob]) -> list[Sequence[Any]]:
 
 
 def _with_slots(state: LocalState, jobs: Sequence[ClientJob]) -> LocalState:
-    """Put each client's kept optimiser state into its row; clients without one start from the empty state."""
+    """Put each client's kept optimiser state into its row; clients without one start from the empty state.
+
+    Rows are put together on the host and moved at once: one transfer for each slot.
+    """
     if all(job.slots is None for job in jobs):
         return state
     slots = {}
     for name, empty in state.slots.items():
-        rows = [
-            empty[number] if job.slots is None or name not in job.slots else job.slots[name].to(empty)
-            for number, job in enumerate(jobs)
-        ]
-        slots[name] = torch.stack(rows)
+        rows = list(to_host(empty))
+        for number, job in enumerate(jobs):
+            if job.slots is not None and name in job.slots:
+                rows[number] = job.slots[name].to(empty.dtype)
+        slots[name] = torch.stack(rows).to(empty.device)
     return replace(state, slots=slots)
 
 

@@ -19,7 +19,8 @@ from typing import Final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.numpy import save
+from safetensors.torch import load_file
 
 from fedlora.errors import FileAccessError
 from fedlora.mechanisms.base import Mechanism
@@ -90,7 +91,7 @@ class SlotStore:
             self._memory[client] = (server_round, slots)
             return
         stem = _stem(client)
-        data = save({name: value.contiguous() for name, value in slots.items()})
+        data = save({name: value.contiguous().numpy() for name, value in slots.items()})
         _write(self._path(self._folder, stem, server_round), data)
         self._memory[client] = (server_round, slots)
         rounds = {*self._rounds.get(stem, ()), server_round}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,23 @@ def test_half_precision_bases_train_export_and_stay_finite(dtype: str, place: Pa
         np.testing.assert_allclose(trained[name], values, atol=0.02)
 
 
+@pytest.fixture(scope="module")
+def wide_place(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose layers are whole blocks of 64 weights wide, as 4 bits want them."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    root = tmp_path_factory.mktemp("wide")
+    shutil.copytree(place, root, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = BertConfig(vocab_size=300, max_position_embeddings=64, num_labels=3, **shape)
+    BertForSequenceClassification(config).save_pretrained(root / "base")
+    return root
+
+
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 @pytest.mark.parametrize("kind", ["lora_fa", "factor", "prism", "noisy_projection"])
-def test_quantised_bases_train(bits: str, kind: str, place: Path, tmp_path: Path) -> None:
+def test_quantised_bases_train(bits: str, kind: str, wide_place: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes and a GPU")
     if not torch.cuda.is_available():
         pytest.skip("quantised bases need bitsandbytes and a GPU")
@@ -166,7 +181,7 @@ def test_quantised_bases_train(bits: str, kind: str, place: Path, tmp_path: Path
             "head_max_grad_norm": 1.0,
             "head_noise_multiplier": 2.0,
         }
-    result = yaml_run(place, tmp_path, bits, **sections)
+    result = yaml_run(wide_place, tmp_path, bits, **sections)
     assert result.status == "finished", result.warnings
     assert all(np.isfinite(values).all() for values in adapter(result).values())
 

@@ -29,7 +29,7 @@ def test_a_centered_head_does_not_move_along_the_common_part(world: Path, tmp_pa
     result = simulate(config, in_process=True)
     resolved = load_config(result.folder / "config.yaml")
     parts = load_parts(resolved)
-    direction = parts.adapted.left_out[WEIGHT]
+    direction = parts.adapted.left_out[WEIGHT].cpu()
     start = torch.from_numpy(complete(resolved).bench.initial_payload().blocks[WEIGHT])
     moved = torch.from_numpy(read_adapter(result.folder).blocks[WEIGHT]) - start
     assert float(moved.norm()) > 0.05

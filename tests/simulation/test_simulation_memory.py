@@ -226,7 +226,8 @@ def test_h31_the_plan_is_printed_once_and_kept(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(container(world, tmp_path / "runs", federation={"rounds": 1})))
+    changes = {"federation": {"rounds": 1}, "model": {"device": "cpu"}}
+    path.write_text(json.dumps(container(world, tmp_path / "runs", **changes)))
     options: dict[str, Any] = {"resume": None, "ledger": None, "in_process": True, "quiet": False}
     result = run_simulation(str(path), ["simulation.cohort=3"], None, **options)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("memory: ")]
@@ -285,7 +286,8 @@ def test_memory_decides_the_cohort_and_a_tight_machine_is_told(world: Path, tmp_
 
 def test_a_record_is_measured_as_what_its_pass_really_takes(world: Path, tmp_path: Path) -> None:
     """Against torch's own count of every allocation in one pass of eight records."""
-    bench = complete(make_federation(configuration(world, tmp_path)).config).bench
+    config = configuration(world, tmp_path, model={"device": "cpu"})  # the profiler's count is of the CPU's memory
+    bench = complete(make_federation(config).config).bench
     from fedlora.training.groups import public_records
 
     need = measure_need(bench)

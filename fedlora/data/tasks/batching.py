@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,19 +19,24 @@ _READ_AT_ONCE: Final = 1000
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Pad integer rows at the right to one (records, longest) int64 tensor (at least one column)."""
-    width = max((len(row) for row in rows), default=0)
-    out = torch.full((len(rows), max(width, 1)), value, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        out[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return out
+    filled = _filled(rows)
+    out = np.full(filled.shape, value, dtype=np.int64)
+    out[filled] = np.fromiter(chain.from_iterable(rows), np.int64, int(filled.sum()))
+    return torch.from_numpy(out)
+
+
+def _filled(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.bool_]:
+    """Return where rows have an entry, (records, longest or 1)."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.arange(max(lengths.max(initial=0), 1)) < lengths[:, None]
 
 
 def collate_tokens(records: Sequence[Encoded], pad_id: int) -> dict[str, Tensor]:
     """Pad token ids, attention mask and token types; a record without tokens sees one pad token."""
-    batch = {
-        "input_ids": pad_right([record.input_ids for record in records], pad_id),
-        "attention_mask": pad_right([[1] * max(1, len(record.input_ids)) for record in records], 0),
-    }
+    ids = [record.input_ids for record in records]
+    seen = _filled(ids)
+    seen[:, 0] = True
+    batch = {"input_ids": pad_right(ids, pad_id), "attention_mask": torch.from_numpy(seen.astype(np.int64))}
     if records and all("token_type_ids" in record.extras for record in records):
         batch["token_type_ids"] = pad_right([record.extras["token_type_ids"] for record in records], 0)
     return batch
