@@ -110,6 +110,8 @@ class EncodedRows(Sequence[Encoded]):
 
 def encode_rows(task: Task, rows: Rows, places: Sequence[int]) -> Iterator[Encoded]:
     """Encode some records, which are read in one pass, naming file and row of one that fails."""
+    if not places:
+        return  # no file is opened
     for place, row in zip(places, rows.read_many(places), strict=True):
         yield _encoded(task, rows, place, row)
 
