@@ -11,12 +11,17 @@ setup:
 demo: setup
 	@$(VENV)/bin/python examples/demo/run.py $(DEMO_ARGS)
 
+# Tests of one file run in one process, in order; WORKERS files side by side (WORKERS=0: all in this process).
+WORKERS ?= 2
+DIST ?= loadfile
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist $(DIST)
+
 test: setup
-	@$(VENV)/bin/python -m pytest -m "not long and not network and not postgres"
+	@$(PYTEST) -m "not long and not network and not postgres"
 
 LONG ?=
 test-long: setup
-	@$(VENV)/bin/python -m pytest -m "long or network or postgres" $(LONG)
+	@$(PYTEST) -m "long or network or postgres" $(LONG)
 
 check: setup
 	@scripts/check --tests
