@@ -81,6 +81,23 @@ def test_h26_plain_checkpoints_and_those_asked_for_by_name_are_taken() -> None:
     quantized.refuse_stored_quantization(asked(None), SimpleNamespace(quantization_config=None))
 
 
+def test_h26_eight_bits_are_asked_for_without_outlier_columns() -> None:
+    with torch.device("meta"):
+        skeleton = Classifier.from_config(BertConfig())
+    asked_for = quantized.quantization_arguments(asked("8bit"), torch.bfloat16, skeleton)
+    chosen = asked_for["quantization_config"]
+    assert chosen.load_in_8bit
+    assert chosen.llm_int8_threshold == 0.0
+    assert chosen.llm_int8_skip_modules == ["classifier"]
+
+
+def test_h26_outlier_columns_that_a_checkpoint_brings_along_are_switched_off() -> None:
+    layer = nn.Linear(2, 2)
+    layer.state = SimpleNamespace(threshold=6.0)  # type: ignore[assignment]
+    quantized.without_outliers(nn.Sequential(nn.Linear(2, 2), layer))
+    assert layer.state.threshold == 0.0
+
+
 def packed(model: nn.Module, path: str) -> nn.Module:
     """Give a layer whole numbers for weights, as a quantised one has."""
     layer = model.get_submodule(path)
