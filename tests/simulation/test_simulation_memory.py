@@ -286,7 +286,7 @@ def test_memory_decides_the_cohort_and_a_tight_machine_is_told(world: Path, tmp_
 
 def test_a_record_is_measured_as_what_its_pass_really_takes(world: Path, tmp_path: Path) -> None:
     """Against torch's own count of every allocation in one pass of eight records."""
-    config = configuration(world, tmp_path, model={"device": "cpu"})  # the profiler's count is of the CPU's memory
+    config = configuration(world, tmp_path, model={"device": "cpu"})  # whose memory the profiler counts
     bench = complete(make_federation(config).config).bench
     from fedlora.training.groups import public_records
 
