@@ -111,7 +111,7 @@ class RunFolder:
 
     def write_environment(self) -> None:
         """Write versions of everything that numbers depend on."""
-        versions = {}
+        versions: dict[str, str | None] = {}
         for name in _PACKAGES:
             try:
                 versions[name] = version(name)

@@ -25,8 +25,9 @@ Charge = Callable[[Event], None]
 class NormalSource(Protocol):
     """Standard normal numbers for a private release."""
 
-    private: bool
-    """True if nobody can repeat the draws (cryptographic, unseeded)."""
+    @property
+    def private(self) -> bool:
+        """Return whether nobody can repeat the draws (cryptographic, unseeded)."""
 
     def normal(self, shape: tuple[int, ...]) -> Float64:
         """Return i.i.d. N(0, 1) numbers of the given shape."""
