@@ -288,6 +288,24 @@ def calibrated_attack(
     return _verdict(bench, shadows, "calibrated", scores, confidence, bound=bound, more=perplexity)
 
 
+def _claim(bench: Workbench, shadows: Shadows) -> tuple[float | None, float, dict[str, Any]]:
+    """Return (epsilon claimed against this adversary, if any; delta; the conditions of both)."""
+    privacy = bench.config.privacy
+    conditions: dict[str, Any] = {
+        "unit": "person" if getattr(privacy, "group_by", None) else "record",
+        "adjacency": "add_or_remove",
+        "adversary": _ADVERSARY,
+        "accountant": "none: nothing is claimed against this adversary",
+        "sampling": "none: the canary is in every step",
+        "attacked_steps": shadows.steps,
+    }
+    if not isinstance(privacy, RecordPrivacy):
+        return None, 0.0, conditions
+    event = shadows.mechanism.step_event().times(shadows.steps)
+    report = epsilon_of(event, privacy.target_delta, adjacency="add_or_remove", accountant=privacy.accountant)
+    return report.epsilon, privacy.target_delta, conditions | {"accountant": report.accountant}
+
+
 def _verdict(
     bench: Workbench,
     shadows: Shadows,
@@ -298,21 +316,7 @@ def _verdict(
     bound: float | None = None,
     more: dict[str, float] | None = None,
 ) -> Verdict:
-    privacy = bench.config.privacy
-    claimed, delta = None, 0.0
-    conditions: dict[str, Any] = {
-        "unit": "person" if getattr(privacy, "group_by", None) else "record",
-        "adjacency": "add_or_remove",
-        "adversary": _ADVERSARY,
-        "accountant": "none: nothing is claimed against this adversary",
-        "sampling": "none: the canary is in every step",
-        "attacked_steps": shadows.steps,
-    }
-    if isinstance(privacy, RecordPrivacy):
-        delta = privacy.target_delta
-        event = shadows.mechanism.step_event().times(shadows.steps)
-        report = epsilon_of(event, delta, adjacency="add_or_remove", accountant=privacy.accountant)
-        claimed, conditions["accountant"] = report.epsilon, report.accountant
+    claimed, delta, conditions = _claim(bench, shadows)
     if bound is None:
         bound = _held_out_bound(scores, shadows.truth, delta, confidence)
     roc = roc_figures(scores, shadows.truth)

@@ -59,6 +59,19 @@ def is_sampled(event: Event) -> bool:
     )
 
 
+def _found(state: LedgerState, account: Account) -> tuple[int, Budget]:
+    """Return an account's number and terms.
+
+    Raises:
+        LedgerError: if the ledger has no such account.
+    """
+    number = state.account_ids.get(account)
+    terms = None if number is None else state.accounts[number].terms
+    if number is None or terms is None:
+        raise LedgerError(f"account {account.client}/{account.dataset}: not in this ledger; check both names")
+    return number, terms
+
+
 def make_report(
     state: LedgerState,
     projector: Projector,
@@ -73,10 +86,7 @@ def make_report(
         LedgerError: if the account is unknown.
         PrivacyParameterError: if delta is not in (0, 1).
     """
-    number = state.account_ids.get(account)
-    terms = None if number is None else state.accounts[number].terms
-    if number is None or terms is None:
-        raise LedgerError(f"account {account.client}/{account.dataset}: not in this ledger; check both names")
+    number, terms = _found(state, account)
     at = terms.delta if delta is None else delta
     if not (0 < at < 1):
         raise PrivacyParameterError(

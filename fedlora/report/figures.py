@@ -113,6 +113,12 @@ def epsilon_chart(data: RunData, title: str = "epsilon per client") -> str:
     return svg(title, "round", [float(one) for one in x], shown, y_label="epsilon")
 
 
+_ROUND_COLUMNS: Final = (
+    "round", "status", "asked", "accepted", "refused", "failed", "who and why", "bytes up",
+    "bytes down", "seconds", "residual", "gauge drift", "intrinsic noise", "preconditioned noise",
+)  # fmt: skip
+
+
 def rounds_table(data: RunData) -> str:
     """Return who took part, refused or failed, payloads, time and residual, round by round."""
     rows = []
@@ -140,23 +146,7 @@ def rounds_table(data: RunData) -> str:
                 found.get("preconditioned_noise"),
             ]
         )
-    heads = (
-        "round",
-        "status",
-        "asked",
-        "accepted",
-        "refused",
-        "failed",
-        "who and why",
-        "bytes up",
-        "bytes down",
-        "seconds",
-        "residual",
-        "gauge drift",
-        "intrinsic noise",
-        "preconditioned noise",
-    )
-    return grid(heads, rows)
+    return grid(_ROUND_COLUMNS, rows)
 
 
 def round_seconds(record: Mapping[str, Any]) -> float:
