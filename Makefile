@@ -23,8 +23,7 @@ LONG ?=
 test-long: setup
 	@$(PYTEST) -m "long or network or postgres" $(LONG)
 
-check: setup
-	@scripts/check --tests
+check: lint test
 
 lint: setup
 	@scripts/check

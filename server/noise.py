@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedlora.config.schema import FedLoraConfig, NoPrivacy
+from fedlora.config.schema import FedLoraConfig
 from fedlora.mechanisms.noise import NoiseSource, OsNoise, SeededNoise
 from fedlora.training.sampling import CoinSource, OsCoins, SeededCoins
 
@@ -40,6 +40,6 @@ class ServerNoise:
 
 def sampling_coins(config: FedLoraConfig, server_round: int) -> CoinSource:
     """Return the coins of one round's client sampling; the seed only where nothing is amplified by them."""
-    if config.seeded_noise or isinstance(config.privacy, NoPrivacy):
+    if config.repeatable:
         return SeededCoins(config.run.seed, "client-sampling", server_round)
     return OsCoins()

@@ -19,12 +19,23 @@ def find_head(model: nn.Module) -> tuple[str, ...]:
     """
     if not type(model).__name__.endswith(_HEADED):
         return ()
+    return outside_backbone(model)
+
+
+def outside_backbone(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of a model's own children with parameters that are not its backbone."""
     backbone = getattr(model, "base_model_prefix", "")
     return tuple(
         name
         for name, child in model.named_children()
         if name != backbone and any(True for _ in child.parameters())
     )
+
+
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """Return the layer that turns a language model's features into logits; None where there is none."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    return find() if callable(find) else None
 
 
 def covered(name: str, chosen: Iterable[str]) -> bool:

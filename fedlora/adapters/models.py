@@ -162,15 +162,10 @@ def pick_device(wanted: str) -> torch.device:
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, persistent buffers, and the scales that quantised layers add to their saved state."""
     yield from model.named_parameters()
-    kept = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in kept:
-            yield name, buffer
-    owned = {
-        id(one) for one in (*model.parameters(), *model.buffers())
-    }  # tied weights are saved under each name
-    for name, value in kept.items():
-        if isinstance(value, torch.Tensor) and id(value) not in owned:
+    seen = set(map(id, model.parameters()))
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen:  # shared ones are saved under each name
+            seen.add(id(value))
             yield name, value
 
 

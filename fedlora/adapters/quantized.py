@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fedlora.adapters.heads import covered
+from fedlora.adapters.heads import covered, output_embeddings, outside_backbone
 from fedlora.config.schema import ModelConfig
 from fedlora.errors import ModelError
 
@@ -74,16 +74,9 @@ def whole_modules(model: Any) -> tuple[str, ...]:
 
     Example: ("classifier",) for a BERT classifier, ("lm_head",) for GPT-2 and T5.
     """
-    backbone = getattr(model, "base_model_prefix", "")
-    outside = {
-        name
-        for name, child in model.named_children()
-        if name != backbone and any(True for _ in child.parameters())
-    }
-    kept = outside if hasattr(model, backbone) else set()
-    find: Any = getattr(model, "get_output_embeddings", None)
-    output = find() if callable(find) else None
-    kept |= {name for name, module in model.named_modules() if output is not None and module is output}
+    kept = set(outside_backbone(model)) if hasattr(model, model.base_model_prefix) else set()
+    output = output_embeddings(model)
+    kept |= {name for name, module in model.named_modules() if module is output}
     return tuple(sorted(kept))
 
 

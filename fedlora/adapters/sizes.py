@@ -10,7 +10,7 @@ from typing import Any, Final
 from peft.utils.other import get_pattern_key
 from torch import nn
 
-from fedlora.adapters.heads import covered, find_head
+from fedlora.adapters.heads import covered, find_head, output_embeddings
 from fedlora.config.schema import AdapterConfig
 from fedlora.errors import ConfigError
 
@@ -74,8 +74,7 @@ def _targets(
     """Yield (path, (out_features, in_features)) of the linear layers that would be adapted."""
     everything = isinstance(config.target_modules, str)
     kept_out = (head or find_head(model)) if everything else ()
-    get_output: Any = getattr(model, "get_output_embeddings", None)
-    output = get_output() if everything and callable(get_output) else None
+    output = output_embeddings(model) if everything else None
     for name, module in model.named_modules():
         shape = _shape(module)
         if shape is None or module is output or covered(name, kept_out):

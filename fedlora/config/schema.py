@@ -383,3 +383,8 @@ class FedLoraConfig(Section):
     def seeded_noise(self) -> bool:
         """Whether noise and coins come from the test source: anybody can repeat them, and the run has no privacy."""
         return not isinstance(self.privacy, NoPrivacy) and self.privacy.noise_source == "seeded-test-only"
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether draws may be repeated from the seed: the test source, or no privacy that hangs on them."""
+        return isinstance(self.privacy, NoPrivacy) or self.seeded_noise

@@ -65,7 +65,7 @@ def dropout_masks(
 
     Masks hang on which clients train together. No bound hangs on them: each record's gradient is clipped.
     """
-    if not adapted.dropout or not (config.seeded_noise or isinstance(config.privacy, NoPrivacy)):
+    if not (adapted.dropout and config.repeatable):
         yield
         return
     name = hashlib.sha256(f"masks|{config.run.seed}|{server_round}|{'|'.join(clients)}".encode()).digest()
@@ -101,6 +101,6 @@ def coin_source(
     config: FedLoraConfig, client: str, server_round: int, coins: Coins | None = None
 ) -> CoinSource:
     """Return a client's coins; the experiment seed may order the data without privacy only."""
-    if config.seeded_noise or isinstance(config.privacy, NoPrivacy):
+    if config.repeatable:
         return SeededCoins(config.run.seed, client, server_round)
     return OsCoins() if coins is None else coins(client, server_round)

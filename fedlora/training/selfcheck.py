@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedlora.adapters.records import batch_to_device
-from fedlora.config.schema import FedLoraConfig, NoPrivacy, RecordPrivacy
+from fedlora.config.schema import FedLoraConfig, RecordPrivacy
 from fedlora.data import Encoded, Task
 from fedlora.geometry import complement
 from fedlora.mechanisms.base import LocalState
@@ -225,7 +225,7 @@ def check_sources(config: FedLoraConfig) -> SelfCheck:
 
     A run that is configured with the seeded test source passes: it is marked "no privacy" everywhere.
     """
-    if isinstance(config.privacy, NoPrivacy) or config.seeded_noise:
+    if config.repeatable:
         return SelfCheck("noise is unseeded", True, "repeatable by configuration: this run has no privacy")
     coins = [coin_source(config, _CLIENT, 1).words(64) for _ in range(2)]
     fresh = coin_source(config, _CLIENT, 1).private and not np.array_equal(coins[0], coins[1])

@@ -5,13 +5,13 @@ What needs bitsandbytes itself loads on the CPU; a run on a GPU is in tests/data
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_models_offline import model_config
 from torch import nn
 from transformers import AutoModelForCausalLM as Causal
 from transformers import AutoModelForSeq2SeqLM as Seq2Seq
@@ -34,8 +34,7 @@ from fedlora.errors import ModelError
 
 
 def asked(bits: str | None, **changes: Any) -> ModelConfig:
-    base = {"name_or_path": "x", "task": "sequence-classification", "num_labels": 3, "device": "cpu"}
-    return ModelConfig.model_validate_json(json.dumps(base | {"quantization": bits} | changes))
+    return model_config(quantization=bits, **changes)
 
 
 @pytest.mark.parametrize(
